@@ -16,7 +16,6 @@ from fddp.buckets import (
     is_shard,
     leaves_with_shards,
     pack,
-    pack_parts,
     plan_of_parts,
     take_tail,
     unpack_parts,
@@ -48,11 +47,6 @@ class ShardPlans:
     def leaf_layouts(self) -> list[ShardLayout]:
         """The layout of each leaf in parts of replicas."""
         return jax.tree.leaves(leaf_layouts(self.replica.group, self.agreed.state.params))
-
-
-def pack_gradients(plans: ShardPlans, grads: PyTree) -> tuple[Array, ...]:
-    """Packs whole gradients into the buckets to scatter."""
-    return pack_parts(plans.plan, plans.part_plan, grads)
 
 
 def unpack_sums(

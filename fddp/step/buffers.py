@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from fddp.buckets import from_words, to_words
-from fddp.comm import Communicator, drop_replica_dim
+from fddp.comm import Communicator
 from fddp.losses import Joined
 
 
@@ -31,7 +31,7 @@ def keep() -> Buffers:
     """Leaves every replica its local buffers."""
     return Buffers(
         lambda comm, model_state, rows: (None, model_state),
-        lambda comm, old, sums, local: drop_replica_dim(local),
+        lambda comm, old, sums, local: local,
     )
 
 

@@ -83,7 +83,7 @@ class Replica:
             state, pending, rows, self.options.accumulation_steps
         )
         tail, saved = self.tail(pending, rows)
-        return pack(grads, tail), add_replica_dim((saved, broken))
+        return pack(grads, tail), (saved, broken)
 
     def gradients(
         self, state: TrainState, pending: Pending | None, rows: PyTree, micro_batches: int
@@ -144,7 +144,6 @@ class Replica:
         if used is not None:
             used = _tree(plan.treedef, chosen, list(used.astype(jnp.int32)))
         grads = _tree(plan.treedef, chosen, means.grads)
-        broken = drop_replica_dim(broken)
         sent = by_bucket(plan, nbytes)
         return Mean(grads, means.loss, means.aux, model_state, sent, used, broken, sums.weight)
 
@@ -157,7 +156,8 @@ class Replica:
         self, state: TrainState, pending: Pending | None, rows: PyTree
     ) -> tuple[Pending, Sums]:
         """Adds rows to the pending sums; also returns the mean loss and aux of these rows."""
-        sums, pending = self._accumulated(state, pending, rows, self.options.accumulation_steps)
+        count = self.options.accumulation_steps
+        sums, pending = self._accumulated(state, drop_replica_dim(pending), rows, count)
         return add_replica_dim(pending), mean(sums._replace(grads=()))
 
     def chosen(self, params: PyTree) -> tuple[int, ...]:
@@ -176,9 +176,7 @@ class Replica:
         self, state: TrainState, pending: Pending | None, rows: PyTree, micro_batches: int
     ) -> tuple[Sums, Pending]:
         """Returns the sums of this replica's rows, and all sums that are pending with them."""
-        before = no_sums(state)
-        if pending is not None:
-            before = drop_replica_dim(pending)
+        before = no_sums(state) if pending is None else pending
         known = self.first if pending is None and micro_batches == 1 else None
 
         def add(pending: Pending, micro_batch: PyTree) -> Pending:

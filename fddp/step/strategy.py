@@ -23,7 +23,7 @@ from fddp.comm import Group, specs
 from fddp.losses import Pending
 from fddp.step.agreed import Agreed
 from fddp.step.replica import Pack, Replica, Unpack
-from fddp.step.schedules import Phase, Pieces, Runner, Schedule
+from fddp.step.schedules import Pieces, Runner, Schedule, Send
 from fddp.step.state import TrainState
 from fddp.step.step_optimizer import Optimizer
 
@@ -105,21 +105,16 @@ def packing(replica: Replica, plan: BucketPlan, params: PyTree) -> tuple[Pack, U
 
 
 def _whole_pieces(replica: Replica, agreed: Agreed) -> Pieces:
-    """Makes the pieces of a step with whole states: one phase, which sums all gradients."""
+    """Makes the pieces of a step with whole states, which sums all gradients."""
     plan = agreed.plan
     packed, unpacked = packing(replica, plan, agreed.state.params)
 
-    def backward(
-        state: TrainState, pending: Pending | None, rows: PyTree, *nothing: Any
-    ) -> tuple[Messages, Any]:
-        return replica.local(packed, state, pending, rows)
-
-    def finish(
-        state: TrainState, shards: PyTree, messages: Messages, saved: PyTree, nbytes: jax.Array
+    def run(
+        state: TrainState, pending: Pending | None, shards: PyTree, rows: PyTree, send: Send
     ) -> tuple[Any, Any]:
-        return agreed.use(
-            state, replica.mean(plan, unpacked, state, messages, saved, nbytes)
-        ), shards
+        messages, saved = replica.local(packed, state, pending, rows)
+        received, nbytes = send(messages)
+        mean = replica.mean(plan, unpacked, state, received, saved, nbytes)
+        return agreed.use(state, mean), shards
 
-    inputs = ("state", "pending", "rows")
-    return Pieces((Phase("backward", inputs, backward, replica.reductions(plan)),), finish)
+    return Pieces(run, replica.reductions(plan))

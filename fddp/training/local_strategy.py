@@ -16,7 +16,6 @@ import optax
 from jaxtyping import Array, PyTree
 
 from fddp.buckets import (
-    Messages,
     Shard,
     ShardLayout,
     insert_shards,
@@ -24,7 +23,6 @@ from fddp.buckets import (
     map_shards,
     split_shards,
 )
-from fddp.comm import add_replica_dim, drop_replica_dim
 from fddp.jaxpr import with_trained
 from fddp.losses import Joined, Pending, Sums
 from fddp.optim import update
@@ -42,12 +40,10 @@ from fddp.step import (
     ranks_of_parts,
     refuse,
 )
-from fddp.step.schedules import Phase, Pieces, Runner, Schedule, StepInputs, StepOutputs
+from fddp.step.schedules import Pieces, Runner, Schedule, Send, StepInputs, StepOutputs
 
-READS = ("state", "shards", "rows")
-NOTHING = Messages((), ((), None))
 Result = tuple[Any, Any]
-"""The result of `Pieces.finish`: (next state, report), and the replica's shards."""
+"""The result of `Pieces.run`: (next state, report), and the replica's shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,54 +110,40 @@ class _Steps:
     def alone(self) -> Pieces:
         """Makes a local step."""
 
-        def run(state: TrainState, shards: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
-            return NOTHING, add_replica_dim(self._trained(state, shards, rows))
+        def run(state: TrainState, pending: Any, shards: Any, rows: Any, send: Send) -> Result:
+            return self._result(state, *self._trained(state, shards, rows))
 
-        def finish(state: TrainState, shards: Any, messages: Any, saved: Any, _: Array) -> Result:
-            return self._result(state, *drop_replica_dim(saved))
-
-        return Pieces((Phase("backward", READS, run, ()),), finish)
+        return Pieces(run)
 
     def exchange(self) -> Pieces:
         """Makes a local step that averages the changes of all replicas, each with weight 1."""
-        replica = self.replica
-        packed, _ = packing(replica, self.agreed.plan, self.agreed.state.params)
-        _, average = WHOLE_STATE.pieces(replica, self.agreed._replace(use=self._outer_step))
+        replica, plan = self.replica, self.agreed.plan
+        packed, unpacked = packing(replica, plan, self.agreed.state.params)
 
-        def run(state: TrainState, shards: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
+        def run(state: TrainState, pending: Any, shards: Any, rows: Any, send: Send) -> Result:
             local, info = self._trained(state, shards, rows)
             trees = map(replica.trained, (state.params, local.params))
             sums = Sums((), jnp.ones_like(info.loss), info.loss, info.aux)
             one = jnp.ones((), jnp.int32)
             tail, buffers = replica.tail(Pending(sums, local.model_state, one, one), rows)
-            messages = packed(jax.tree.map(jnp.subtract, *trees), tail)
-            return messages, add_replica_dim((buffers, local, info))
-
-        def finish(
-            state: TrainState, shards: Any, messages: Messages, saved: Any, nbytes: Array
-        ) -> Result:
-            buffers, *results = saved
-            (state, mean), _ = average(state, shards, messages, (buffers, None), nbytes)
-            local, info = drop_replica_dim(results)
+            received, nbytes = send(packed(jax.tree.map(jnp.subtract, *trees), tail))
+            mean = replica.mean(plan, unpacked, state, received, (buffers, None), nbytes)
+            state = self._outer_step(state, mean)
             local = local._replace(params=state.params, model_state=mean.model_state)
             info = info._replace(loss=mean.loss, aux=mean.aux, sent=mean.sent)
             return self._result(state, local, info)
 
-        reductions = replica.reductions(self.agreed.plan)
-        return Pieces((Phase("backward", READS, run, reductions),), finish)
+        return Pieces(run, replica.reductions(plan))
 
     def together(self) -> Pieces:
         """Makes a synchronous step; all replicas stay equal."""
-        (backward,), update_all = WHOLE_STATE.pieces(self.replica, self.agreed)
+        whole = WHOLE_STATE.pieces(self.replica, self.agreed)
 
-        def run(state: TrainState, shards: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
-            return backward.run(self._local(state, shards), None, rows)
-
-        def finish(state: TrainState, shards: Any, *received: Any) -> Result:
-            (local, info), _ = update_all(self._local(state, shards), shards, *received)
+        def run(state: TrainState, pending: Any, shards: Any, rows: Any, send: Send) -> Result:
+            (local, info), _ = whole.run(self._local(state, shards), None, (), rows, send)
             return self._result(state._replace(params=local.params), local, info)
 
-        return Pieces((Phase("backward", READS, run, backward.reductions),), finish)
+        return whole._replace(run=run)
 
     def _trained(self, state: TrainState, shards: Any, rows: Any) -> tuple[TrainState, StepInfo]:
         """Takes a step of the inner optimizer, without communication."""
@@ -178,12 +160,12 @@ class _Steps:
         mean = solo.mean(plan, unpacked, local, sums, saved, no_bytes)  # type: ignore
         return self.agreed.use(local, mean)
 
-    def _outer_step(self, state: TrainState, mean: Mean) -> tuple[TrainState, Mean]:
+    def _outer_step(self, state: TrainState, mean: Mean) -> TrainState:
         """Updates the shared parameters with the mean change as their gradient."""
         trained, opt_state = self.replica.trained(state.params), state.opt_state
         new, outer = update(self.outer, mean.grads, opt_state.outer, trained, value=mean.loss)
         params = with_trained(state.params, new)
-        return state._replace(params=params, opt_state=opt_state._replace(outer=outer)), mean
+        return state._replace(params=params, opt_state=opt_state._replace(outer=outer))
 
     def _local(self, state: TrainState, shards: Any) -> TrainState:
         """Returns the state of one replica, with its local parameters and inner optimizer."""

@@ -6,5 +6,5 @@ The mathematics is in the pieces. This room imports program, jaxpr, buckets, com
 from fddp.step.schedules.compile_reports import report_compiling, report_first_call
 from fddp.step.schedules.late_sums import StateInFlight, eager, finished
 from fddp.step.schedules.one_program import after, overlap, scope
-from fddp.step.schedules.pieces import Phase, Pieces, Runner, Schedule, StepInputs, StepOutputs
+from fddp.step.schedules.pieces import Pieces, Runner, Schedule, Send, StepInputs, StepOutputs
 from fddp.step.schedules.sent_bytes import by_bucket, more_sent

@@ -9,16 +9,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
 from fddp.buckets import Messages
-from fddp.comm import REPLICATED, Group, InOrder, add_replica_dim, as_program, drop_replica_dim
+from fddp.comm import (
+    REPLICATED,
+    Communicator,
+    Group,
+    InOrder,
+    add_replica_dim,
+    as_program,
+    drop_replica_dim,
+)
 from fddp.hooks import Memory, all_finite, summed
 from fddp.jaxpr import fused_loops
 from fddp.program import received_behind_loops
 from fddp.step.schedules.compile_reports import report_first_call
-from fddp.step.schedules.pieces import ARGUMENTS, Phase, Pieces, Runner, StepInputs, StepOutputs
+from fddp.step.schedules.pieces import Pieces, Runner, Send, StepInputs, StepOutputs
 
 
 def overlap(group: Group, pieces: Pieces, donate: bool) -> Runner:
@@ -33,12 +40,13 @@ def after(group: Group, pieces: Pieces, donate: bool) -> Runner:
     """Makes a step whose messages leave when the whole backward pass has ended."""
     wait = _behind_all if group.communicator.in_lane else jax.lax.optimization_barrier
 
-    def run(phase: Phase, *arguments: Any) -> tuple[Messages, Any]:
-        messages, saved = phase.run(*arguments)
-        return replace(messages, arrays=wait(messages.arrays)), saved
+    def run(state: Any, pending: Any, shards: Any, rows: Any, send: Send) -> tuple[Any, Any]:
+        def send_later(messages: Messages) -> Any:
+            return send(replace(messages, arrays=wait(messages.arrays)))
 
-    phases = tuple(phase._replace(run=partial(run, phase)) for phase in pieces.phases)
-    return _runner(group, pieces._replace(phases=phases), donate)
+        return pieces.run(state, pending, shards, rows, send_later)
+
+    return _runner(group, pieces._replace(run=run), donate)
 
 
 def _behind_all(arrays: Any) -> Any:
@@ -93,14 +101,14 @@ def traced(group: Group, pieces: Pieces, *inputs: Any) -> tuple[Any, Any, Memory
 
     `inputs` are those of `StepInputs`, in order.
     """
-    run = partial(_run, group, pieces)
+    run = as_program(group.placement, partial(_run, group.communicator, pieces))
     if any(reduction.rounds > 1 for reduction in pieces.reductions):
         run = received_behind_loops(fused_loops(run))
     return run(*inputs)
 
 
 def _run(
-    group: Group,
+    comm: Communicator,
     pieces: Pieces,
     state: Any,
     pending: PyTree,
@@ -108,7 +116,7 @@ def _run(
     memory: Memory,
     rows: PyTree,
 ) -> tuple[Any, Any, Memory]:
-    """Traces the phases, each message under a name by which `fddp.audit` finds it.
+    """Traces the step, each message under a name by which `fddp.audit` finds it.
 
     A message stands behind the whole backward pass here, but XLA starts it as soon as the gradients
     of its bucket exist.
@@ -117,19 +125,16 @@ def _run(
     remembered an overflow would never be finite again, and an optimizer that skips such a step does
     not use the other hooks' sums either.
     """
-    comm = group.communicator
     previous = dict[int | None, Any](enumerate(drop_replica_dim(memory)))
     current = dict(previous)
-    by_name = dict[str, Any](zip(ARGUMENTS, (state, pending, shards, rows)))
-    received: tuple[Any, Any] = (None, None)
     totals = list[Any]()
     waited = 0  # how many of the totals a message has waited for
-    all_bytes = list[Any]()
-    for phase in pieces.phases:
-        reads = [by_name[name] for name in phase.reads]
-        messages, saved = as_program(group.placement, phase.run)(*reads, *received)
+
+    def send(messages: Messages) -> Any:
+        nonlocal waited
         first = len(totals)
-        for reduction, message in zip(phase.reductions, messages.arrays):
+        nbytes = list[Any]()
+        for reduction, message in zip(pieces.reductions[first:], messages.arrays):
             with jax.named_scope(scope(reduction.name)):
                 # Without a barrier, ranks whose programs differ would add unrelated messages: XLA
                 # drops the sum of a constant, such as the zeros of a bucket that a rank's branch
@@ -141,14 +146,14 @@ def _run(
                     message, totals[waited:] = barred[0], barred[1:]
                     waited = len(totals)
                 hook_memory = current.get(reduction.memory, ())
-                total, hook_memory, nbytes = summed(comm, reduction, message, hook_memory)
+                total, hook_memory, sent = summed(comm, reduction, message, hook_memory)
             totals.append(total)
-            all_bytes.append(nbytes)
+            nbytes.append(sent)
             if reduction.memory in previous:
                 current[reduction.memory] = hook_memory
-        received = replace(messages, arrays=tuple(totals[first:])), saved
-    nbytes = jnp.stack(all_bytes) if all_bytes else np.zeros(0, np.uint32)
-    result, shards = as_program(group.placement, pieces.finish)(state, shards, *received, nbytes)
+        return replace(messages, arrays=tuple(totals[first:])), jnp.stack(nbytes)
+
+    result, shards = pieces.run(state, drop_replica_dim(pending), shards, rows, send)
     finite = all_finite(x for r, x in zip(pieces.reductions, totals) if r.memory is not None)
     new_memory = jax.tree.map(
         partial(jnp.where, finite), [current[k] for k in previous], list(previous.values())

@@ -1,49 +1,33 @@
 """The pieces of a step, from which a schedule makes a program.
 
-A step communicates in phases. Each phase makes messages, from the gradients or from the sums of the
-previous phase, and the replicas reduce, reduce-scatter or gather them. `finish` uses the last sums.
-A schedule decides when messages leave and are awaited; the mathematics is in the pieces.
+A step is a function of one replica. It passes messages to `send`, from its gradients or from
+earlier sums, and receives their sums. A schedule decides when messages leave and are awaited; the
+mathematics is in the function.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+from jaxtyping import Array, UInt32
 
 from fddp.buckets import Messages
 from fddp.comm import Group
 from fddp.hooks import Memory, Reduction
 from fddp.program import Timeline
 
-# The arguments that a phase may take.
-ARGUMENTS = ("state", "pending", "shards", "rows")
-
-
-class Phase(NamedTuple):
-    """Messages that leave together, made from the sums of the previous phase."""
-
-    name: str
-    reads: tuple[str, ...]
-    """The arguments that it takes, some of `ARGUMENTS`."""
-    run: Callable[..., tuple[Messages, Any]]
-    """(*arguments, sums, saved values) → this replica's messages, and the values it saves for the
-    next phase. In the first phase the sums and the saved values are None."""
-    reductions: tuple[Reduction, ...]
-    """The reduction of each message."""
+# This replica's next messages → their sums, and the bytes that it sent for each
+Send: TypeAlias = Callable[[Messages], tuple[Messages, UInt32[Array, " messages"]]]
 
 
 class Pieces(NamedTuple):
     """A step, per replica."""
 
-    phases: tuple[Phase, ...]
-    finish: Callable[[Any, Any, Messages, Any, Any], tuple[Any, Any]]
-    """(state, shards, sums, saved values, bytes sent per message) → the step's result, equal on all
-    replicas, and the shards of the next state."""
-
-    @property
-    def reductions(self) -> tuple[Reduction, ...]:
-        """The reductions of all messages, one phase after the other."""
-        return tuple(reduction for phase in self.phases for reduction in phase.reductions)
+    run: Callable[[Any, Any, Any, Any, Send], tuple[Any, Any]]
+    """(state, pending sums, shards, rows, send) → the step's result, equal on all replicas, and the
+    shards of the next state."""
+    reductions: tuple[Reduction, ...] = ()
+    """The reduction of each message, in the order in which `run` sends them."""
 
 
 class StepInputs(NamedTuple):
