@@ -9,14 +9,13 @@ from fddp.buckets.assignment import make_plan
 from fddp.buckets.bits import from_words, sub_byte, to_words
 from fddp.buckets.device_parts import by_device, pack_device_parts, unpack_device_parts
 from fddp.buckets.loop_rounds import cut_in_layers, fill_rounds, plan_with_rounds
-from fddp.buckets.messages import Messages, add_tail, scalar_dtype, take_tail
+from fddp.buckets.messages import Messages, add_tail, place_scalars, scalar_dtype, take_tail
 from fddp.buckets.packing import check_plan, pack, unpack, unpack_received
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf, Message, at_least, widened
-from fddp.buckets.scalar_carrier import place_scalars
 from fddp.buckets.sent_leaves import Caps, MiB, Rows, SentLeaf, check_caps
-from fddp.buckets.shard_layout import ShardLayout, leaf_layout
 from fddp.buckets.shard_packing import pack_parts, plan_of_parts, unpack_parts
 from fddp.buckets.shards import Shard as Shard
+from fddp.buckets.shards import ShardLayout, leaf_layout
 from fddp.buckets.shards import insert_shards as insert_shards
 from fddp.buckets.shards import is_shard as is_shard
 from fddp.buckets.shards import leaves_with_shards as leaves_with_shards

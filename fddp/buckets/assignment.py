@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from fddp.buckets.messages import place_scalars
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf
-from fddp.buckets.scalar_carrier import place_scalars
 from fddp.buckets.sent_leaves import Caps, MiB, check_caps
 from fddp.wording import leaf_name
 

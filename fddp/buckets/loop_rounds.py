@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from fddp.buckets.assignment import make_plan
 from fddp.buckets.plan import Bucket, BucketPlan
 from fddp.buckets.sent_leaves import Caps, MiB, SentLeaf
-from fddp.buckets.shard_layout import leaf_layout
+from fddp.buckets.shards import leaf_layout
 from fddp.buckets.table_rows import plan_with_table_rows
 
 

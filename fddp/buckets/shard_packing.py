@@ -19,7 +19,7 @@ from jaxtyping import Array, PyTree, Shaped
 
 from fddp.buckets.packing import concatenated, put_together
 from fddp.buckets.plan import Bucket, BucketPlan
-from fddp.buckets.shard_layout import ShardLayout, leaf_layout
+from fddp.buckets.shards import ShardLayout, leaf_layout
 
 
 def plan_of_parts(plan: BucketPlan) -> BucketPlan:

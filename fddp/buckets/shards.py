@@ -1,13 +1,122 @@
-"""The arrays of a state that replicas hold in parts, as leaves of its tree."""
+"""Arrays in equal parts, one per replica: their layout, and such arrays as leaves of a tree."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import jax
-from jaxtyping import Array, PyTree, Shaped
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32, PyTree, Shaped
 
-from fddp.buckets.shard_layout import ShardLayout
+MOST_LAYERS = 256  # no loop over layers has more
+LINE = 32  # elements of 32 bits in a cache line of 128 bytes
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """An array in equal parts, one per replica, padded with zeros.
+
+    An array is cut flat, and a stack layer by layer, so that a part of some of its layers can be
+    sent separately.
+
+    >>> layout = ShardLayout((2, 5), parts=3, depth=2)
+    >>> parts = layout.split(jnp.arange(1, 11).reshape(2, 5))
+    >>> parts[2].tolist(), layout.dims
+    ([[5, 0], [10, 0]], (2, 2))
+    >>> layout.join(parts).tolist()
+    [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    """
+
+    shape: tuple[int, ...]
+    """Shape of the whole array."""
+    parts: int = 1
+    """Number of replicas that share the array."""
+    depth: int = 1
+    """Number of layers of a stack, which are cut separately. 1: the array is cut flat."""
+    ranks: tuple[int, ...] | None = None
+    """Global numbers of the processes that hold the parts. None: those of the array's mesh."""
+
+    @property
+    def layer_size(self) -> int:
+        """Number of elements of a whole layer."""
+        return prod(self.shape) // self.depth
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Shape of a part, padding included: flat, or with one for each of `depth` layers."""
+        width = -(-self.layer_size // self.parts)
+        return (self.depth, width) if self.depth > 1 else (width,)
+
+    @property
+    def padding(self) -> int:
+        """Number of zeros in all parts."""
+        return self.parts * prod(self.dims) - prod(self.shape)
+
+    @property
+    def lengths(self) -> Shaped[np.ndarray, " parts"]:
+        """Number of elements of a layer in each part, without padding."""
+        width = self.dims[-1]
+        return np.clip(self.layer_size - width * np.arange(self.parts), 0, width)
+
+    def of(self, shape: tuple[int, ...]) -> "ShardLayout":
+        """The layout of an array of this leaf, such as a moment: flat if its size differs."""
+        depth = self.depth if prod(shape) == prod(self.shape) else 1
+        return replace(self, shape=shape, depth=depth)
+
+    def split(self, x: Shaped[Array, " *dims"]) -> Shaped[Array, "parts ... n"]:
+        """Cuts an array into parts of shape `dims`, along a new first dim."""
+        layers = x.reshape(self.depth, self.layer_size)
+        padding = self.dims[-1] * self.parts - self.layer_size
+        padded = layers
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # JAX pads no keys
+            padded = jnp.pad(layers, ((0, 0), (0, padding)))
+        if self.depth == 1:  # needs no copy
+            return padded.reshape(self.parts, *self.dims)
+        # Whole layers are copied: XLA's CPU backend transposes element by element.
+        return jnp.stack(jnp.split(padded, self.parts, axis=1)).reshape(self.parts, *self.dims)
+
+    def join(self, pieces: Shaped[Array, "... n"]) -> Shaped[Array, " *dims"]:
+        """Joins the parts of all replicas, stacked or concatenated: the inverse of `split`."""
+        width = pieces.shape[-1]
+        parts = prod(pieces.shape[:-1]) // self.depth  # 1 for flat parts that are concatenated
+        layers = jnp.swapaxes(pieces.reshape(parts, self.depth, width), 0, 1)
+        layers = layers.reshape(self.depth, parts * width)
+        return layers[:, : self.layer_size].reshape(self.shape)
+
+    def part(self, x: Shaped[Array, " *dims"], index: Int32[Array, ""]) -> Shaped[Array, " *part"]:
+        """Returns the part of replica `index`."""
+        if self.parts == 1:
+            return x.reshape(self.dims)
+        return jax.lax.dynamic_index_in_dim(self.split(x), index, keepdims=False)
+
+    def mask(self, index: Int32[Array, ""]) -> Bool[Array, " *part"]:
+        """Marks the elements of a replica's part that are not padding."""
+        # Computed on the host: a large array has more elements than 32 bits count.
+        lengths = self.lengths
+        layer = jnp.arange(self.dims[-1]) < jnp.asarray(lengths, jnp.int32)[index]
+        return jnp.broadcast_to(layer, self.dims)
+
+
+def leaf_layout(shape: tuple[int, ...], parts: int) -> ShardLayout:
+    """Chooses the layout of a leaf: a stack is cut layer by layer.
+
+    The state is laid out before any loop is traced, so only shapes decide. Arrays of two dims count
+    as matrices, those of more dims as stacks. A layer's part is at least one cache line of a GPU,
+    so that padding is less than 3 %, and copies are as fast as those of flat arrays.
+
+    >>> leaf_layout((12, 64, 64), 8).dims, leaf_layout((128, 64), 8).dims
+    ((12, 512), (1024,))
+    """
+    layers, *layer_shape = shape or (1,)
+    is_stack = len(layer_shape) > 1 and 1 < layers <= MOST_LAYERS
+    if not is_stack or prod(layer_shape) < parts * LINE:
+        layers = 1
+    return ShardLayout(shape, parts, layers)
+
+
+### Shards in a state
 
 
 @dataclass(frozen=True)

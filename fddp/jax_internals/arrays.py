@@ -1,13 +1,11 @@
 """Arrays and their parts on the devices of a process."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-
-Arrays = TypeVar("Arrays")
 
 
 def parts_here(x: jax.Array) -> Sequence[Any]:

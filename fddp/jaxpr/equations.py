@@ -124,15 +124,12 @@ def outputs_of(eqns: Iterable[JaxprEqn]) -> list[Var]:
     return [var for eqn in eqns for var in eqn.outvars]
 
 
-def makers(
-    eqns: Sequence[JaxprEqn], values: Iterable[Var], also: Iterable[JaxprEqn] = ()
-) -> list[JaxprEqn]:
-    """Selects, in order, the equations of `also`, and those that they or `values` depend on."""
+def makers(eqns: Sequence[JaxprEqn], values: Iterable[Var]) -> list[JaxprEqn]:
+    """Selects, in order, the equations that values depend on."""
     required = set(values)
-    ids = set(map(id, also))
     selected: list[JaxprEqn] = []
     for eqn in reversed(eqns):
-        if id(eqn) in ids or not required.isdisjoint(eqn.outvars):
+        if not required.isdisjoint(eqn.outvars):
             selected.append(eqn)
             required.update(variables(eqn.invars))
     return selected[::-1]

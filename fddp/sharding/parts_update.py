@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from fddp.buckets import ShardLayout, is_shard, map_shards, whole_forms
 from fddp.comm import Communicator
@@ -42,15 +42,19 @@ def run_on_parts(
     `local_state` is `state` with this replica's part in place of each trained parameter. The
     gradients in `mean` are parts, too.
     """
-    args = update, layouts, state, local_state, mean
-    if comm.size == 1:
-        new_state, info = _run_on_whole_leaves(replica, *args)
+    if comm.size == 1:  # parts are whole leaves, and any optimizer works
+        whole_state = map_shards(lambda x: x.parts.reshape(x.shape), state)
+        trained = replica.trained(whole_state.params)
+        grads = jax.tree.map(lambda x, leaf: x.reshape(leaf.shape), mean.grads, trained)
+        new_state, info = update(whole_state, mean._replace(grads=grads))
     else:
-        new_state, info = _run_on_parts(replica, comm, *args)
+        new_state, info = _run_on_parts(replica, comm, update, layouts, state, local_state, mean)
 
     def shard(old: Any, new: Any) -> Any:
         if not is_shard(old):
             return new
+        if new.size == old.parts.size:
+            return replace(old, parts=new.reshape(old.parts.shape))
         # A constant that the optimizer sets does not have the size of a part yet.
         return replace(old, parts=spread(new, old.parts.shape))
 
@@ -95,50 +99,6 @@ def _run_on_parts(
     run = on_parts(program, flat_kinds, _ranks(comm, layouts))
     return jax.tree.unflatten(
         jax.tree.structure(result_form), run(*jax.tree.leaves((local_state, mean)))
-    )
-
-
-def _run_on_whole_leaves(
-    replica: Replica,
-    update: Update,
-    layouts: Sequence[ShardLayout],
-    state: TrainState,
-    local_state: TrainState,
-    mean: Mean,
-) -> tuple[TrainState, StepInfo]:
-    """Runs the update of a single replica, whose parts are whole leaves: any optimizer works."""
-    param_forms = whole_forms(state.params)
-    chosen = set(replica.chosen(param_forms))
-    trained = [layout if i in chosen else None for i, layout in enumerate(layouts)]
-    param_layouts = jax.tree.unflatten(jax.tree.structure(param_forms), trained)
-    opt_state_layouts = map_shards(lambda x: x.layout, state.opt_state)
-    local_state = local_state._replace(
-        params=_map(_whole, local_state.params, param_layouts),
-        opt_state=map_shards(lambda x: _whole(x.parts, x.layout), state.opt_state),
-    )
-    grads = _map(_whole, mean.grads, param_layouts)
-    new_state, info = update(local_state, mean._replace(grads=grads))
-    return new_state._replace(
-        params=_map(_only_part, new_state.params, param_layouts),
-        opt_state=_map(_only_part, new_state.opt_state, opt_state_layouts),
-    ), info
-
-
-def _whole(part: Array, layout: ShardLayout) -> Array:
-    return layout.join(part.reshape(layout.depth, -1))
-
-
-def _only_part(x: Array, layout: ShardLayout) -> Array:
-    return layout.split(x)[0]
-
-
-def _map(f: Callable[[Array, ShardLayout], Array], tree: PyTree, layouts: PyTree) -> Any:
-    """Maps a function over pairs of an array and its layout; other leaves are unchanged."""
-    return jax.tree.map(
-        lambda x, layout: f(x, layout) if isinstance(layout, ShardLayout) else x,
-        tree,
-        layouts,
-        is_leaf=lambda x: x is None,
     )
 
 

@@ -17,13 +17,12 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fddp.buckets import BucketPlan
-from fddp.comm import forms_of, specs, verify
+from fddp.comm import REPLICATED, Placement, as_program, forms_of, specs, verify
 from fddp.losses import Undivided, unjoined
 from fddp.step.agreed import Agreed, Common, Seen, merge, remarks
 from fddp.step.checks import params_checked
 from fddp.step.first_batch import described_batch, look
 from fddp.step.later_batches import CheckedForms, fit_of, form_of_batch
-from fddp.step.no_sync import accumulating
 from fddp.step.options import ScheduleName
 from fddp.step.replica import FirstTrace, Replica
 from fddp.step.schedules import Runner, Schedule, after, eager, overlap
@@ -96,7 +95,7 @@ def settle(
         runner=replica.strategy.runner(
             SCHEDULES[replica.options.schedule], _in_lane(replica), agreed
         ),
-        accumulate=accumulating(group.placement, replica),
+        accumulate=_accumulating(group.placement, replica),
         checked_forms=CheckedForms((fit,), frozenset({form_of_batch(batch)}), share),
     )
 
@@ -105,6 +104,15 @@ def _reused(replica: Replica, common: Common) -> FirstTrace | None:
     """The trace of the first batch, if the step's program computes the same."""
     other = replica.strategy.replicas or replica.group.placement.other_axes
     return None if other or replica.options.find_unused_parameters else common.first
+
+
+def _accumulating(placement: Placement, replica: Replica) -> jax.stages.Wrapped:
+    """Makes the program of `no_sync`."""
+    per_replica = placement.per_replica
+    in_specs = (REPLICATED, per_replica, per_replica)
+    donated = (1,) if replica.options.donate else ()
+    run = as_program(placement, replica.accumulate)
+    return placement.program(run, in_specs, (per_replica, REPLICATED), donate=donated)
 
 
 def _in_lane(replica: Replica) -> Replica:

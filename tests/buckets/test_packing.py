@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from trees import same_bits
 
 from fddp import make_plan, pack, unpack
-from fddp.buckets.messages import add_tail, take_tail
+from fddp.buckets.messages import add_tail, place_scalars, take_tail
 from fddp.buckets.packing import SHARED, unpack_received
-from fddp.buckets.scalar_carrier import place_scalars
 from fddp.jax_internals import CPU_OPTIONS
 
 FLOATS = [

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from fddp import BucketPlan, grad_order, make_plan
 from fddp.buckets import fill_rounds
+from fddp.buckets.messages import place_scalars
 from fddp.buckets.plan import Message
-from fddp.buckets.scalar_carrier import place_scalars
 from models import resnet
 
 MiB = 2**20
