@@ -5,12 +5,10 @@ Source: the columns of Li et al. (VLDB 2020), Fig. 6; `DDPLoggingData` in PyTorc
 
 import re
 import tempfile
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -24,7 +22,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets import whole_forms
 from fddp.comm import verify
-from fddp.jax_internals import without_context_mesh
+from fddp.jax_internals import read_profile, without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.program import Span, Timeline
 from fddp.step import TrainState, check_state, check_step
@@ -203,32 +201,25 @@ def profiled(run: Callable[[Any], None], batches: Iterable[Any]) -> tuple[Measur
                 with jax.profiler.TraceAnnotation(STEP):
                     run(batch)
         (path,) = Path(folder).rglob("*.xplane.pb")
-        with warnings.catch_warnings():
-            # On first use jaxlib 0.11 makes a type without `__module__` for an event's stats.
-            warnings.filterwarnings("ignore", "builtin type .* has no __module__ attribute")
-            return read_steps(jax.profiler.ProfileData.from_file(str(path)).planes)
+        return read_steps(read_profile(path))
 
 
-def read_steps(planes: Iterable[Any]) -> tuple[MeasuredStep, ...]:
-    """Returns the steps of a profile, from `jax.profiler.ProfileData.planes`.
+def read_steps(events: Iterable[Any]) -> tuple[MeasuredStep, ...]:
+    """Returns the steps of a profile, from the events of `read_profile`.
 
     Each accelerator has its own plane. All CPU devices share the host's plane, and their events
     differ by ordinal.
     """
     windows = list[Span]()
     spans = defaultdict[tuple[bool, str], list[Span]](list)
-    for plane in planes:
-        on_host = not plane.name.startswith("/device:")
-        for event in chain.from_iterable(line.events for line in plane.lines):
-            stats = dict(event.stats)
-            begin, end = event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9
-            if event.name == STEP:
-                windows.append(Span("step", STEP, begin, end))
-            elif "hlo_op" in stats and begin < end and not CONTAINER.match(event.name):
-                device = str(stats.get("device_ordinal", 0)) if on_host else plane.name
-                sends = COLLECTIVE.search(f"{event.name} {stats['hlo_op']}")
-                kind = "communication" if sends else "compute"
-                spans[on_host, device].append(Span(kind, str(stats["hlo_op"]), begin, end))
+    for plane, name, start, seconds, stats in events:
+        if name == STEP:
+            windows.append(Span("step", STEP, start, start + seconds))
+        elif "hlo_op" in stats and seconds and not CONTAINER.match(name):
+            on_host = not plane.startswith("/device:")
+            device = str(stats.get("device_ordinal", 0)) if on_host else plane
+            kind = "communication" if COLLECTIVE.search(f"{name} {stats['hlo_op']}") else "compute"
+            spans[on_host, device].append(Span(kind, str(stats["hlo_op"]), start, start + seconds))
     of_device = spans[min(spans)] if spans else []
     windows.sort(key=lambda step: step.start)
     return tuple(

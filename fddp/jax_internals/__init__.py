@@ -77,4 +77,5 @@ from fddp.jax_internals.processes import coordination_client as coordination_cli
 from fddp.jax_internals.processes import gloo_host as gloo_host
 from fddp.jax_internals.processes import leave_service as leave_service
 from fddp.jax_internals.processes import secured as secured
+from fddp.jax_internals.profiles import read_profile
 from fddp.jax_internals.service import HEARTBEAT_S

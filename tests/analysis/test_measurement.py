@@ -1,6 +1,5 @@
 """The shares of a step's time, checked on steps with known spans."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -96,13 +95,9 @@ def test_the_table_names_each_share():
 ### In a profile
 
 
-def plane(name: str, *events: tuple[str, float, float, dict[str, Any]]) -> SimpleNamespace:
+def plane(name: str, *events: tuple[str, float, float, dict[str, Any]]) -> list[Any]:
     """A plane of a profile: events by name, start and end in seconds, and stats."""
-    made = [
-        SimpleNamespace(name=n, start_ns=1e9 * a, duration_ns=1e9 * (b - a), stats=s.items())
-        for n, a, b, s in events
-    ]
-    return SimpleNamespace(name=name, lines=[SimpleNamespace(events=made)])
+    return [(name, n, start, end - start, stats) for n, start, end, stats in events]
 
 
 def op(name: str, device: int = 0) -> dict[str, Any]:
@@ -120,7 +115,7 @@ def test_a_profile_of_cpu_devices_is_read_for_the_first_of_them():
         ("Rendezvous", 3, 5, {}),
         ("dot.1", 12, 13, op("dot.1")),  # of no step
     )
-    ((seconds, line),) = read_steps([host])
+    ((seconds, line),) = read_steps(host)
     assert seconds == 10
     assert [(span.kind, span.name, span.start, span.end) for span in line.spans] == [
         ("compute", "dot.1", 1, 3),
@@ -136,7 +131,7 @@ def test_a_profile_of_accelerators_is_read_from_their_planes():
         ("gemm_kernel", 1, 5, {"hlo_op": "gemm"}),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 2, 6, {"hlo_op": "all-reduce-start"}),
     )
-    ((_, line),) = read_steps([host, second, first])
+    ((_, line),) = read_steps(host + second + first)
     assert (line.computing, line.communicating, line.exposed) == (4, 4, 1)
 
 
