@@ -17,6 +17,7 @@ import jax
 
 from fddp.comm import Group, Journal, world_group
 from fddp.jax_internals import cache_small_programs
+from fddp.runtime.freed_memory import keep_freed_memory
 from fddp.runtime.hints import hint
 from fddp.runtime.jaxlib_faults import remark
 from fddp.runtime.join_mpi import join_mpi, mpi_size
@@ -98,6 +99,8 @@ def init(
         raise ValueError(NOT_ELASTIC[backend])
     request = (backend, rank, size, coordinator, elastic)
     cache_small_programs()
+    if not _has_gpus():
+        keep_freed_memory()
     if _started and (elastic or request[:4] != (None,) * 4) and request != _started[0].request:
         raise ValueError(
             "fddp.init was called before with (backend, rank, size, coordinator, elastic) = "
