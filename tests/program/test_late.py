@@ -65,7 +65,7 @@ def test_a_program_whose_outputs_need_all_messages_has_no_late_one():
     assert split_late(closed, [0, 1, 2], passes=2).begun == ()
 
 
-def test_messages_leave_when_they_are_ready_and_are_received_as_a_forward_pass_needs_them():
+def test_messages_leave_when_ready_and_arrive_as_a_forward_pass_needs_them():
     calls = list[str]()
 
     def layers(params: list[jax.Array]) -> list[jax.Array]:
