@@ -57,7 +57,15 @@ class BatchNorm(nn.BatchNorm):
 
         Returns:
           The normalized array.
+
+        Raises:
+          ValueError: `axis_index_groups` is set.
         """
+        if self.axis_index_groups is not None:
+            raise ValueError(
+                f"BatchNorm computes its statistics over all replicas of {self.axis_name!r}, got "
+                "axis_index_groups: leave it out, or use flax.linen.BatchNorm."
+            )
         frozen = nn.merge_param(
             "use_running_average", self.use_running_average, use_running_average
         )

@@ -17,9 +17,11 @@ VARIABLES = ("MALLOC_", "GLIBC_TUNABLES")
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     """Sets malloc's parameters for threads that start later; False if the user has set them.
 
-    Also False without glibc.
+    Also False without `mallopt`.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name.startswith(VARIABLES) for name in environ):
         return False
-    return all([mallopt(parameter, value) for parameter, value in KEEPING.items()])
+    for parameter, value in KEEPING.items():
+        mallopt(parameter, value)
+    return True

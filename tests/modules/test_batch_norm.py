@@ -199,3 +199,9 @@ def test_alone_it_is_flaxs_batchnorm(form, masked):
         np.float32(got[rows]), np.float32(expected[rows]), rtol=tolerance, atol=tolerance
     )
     close(state, flaxs, rtol=1e-5, atol=0)
+
+
+def test_statistics_of_groups_of_replicas_are_refused():
+    norm = fddp.BatchNorm(use_running_average=False, axis_index_groups=[[0], [1]])
+    with pytest.raises(ValueError, match="got axis_index_groups: leave it out"):
+        norm.init(jax.random.key(0), jnp.ones((2, 1)))

@@ -1,4 +1,4 @@
-"""malloc's parameters are fddp's unless the user has set one; `on_ranks/start.py` claims the effect."""
+"""fddp sets parameters of malloc unless the user has; `on_ranks/start.py` claims their effect."""
 
 import pytest
 
