@@ -31,6 +31,7 @@ from fddp.jax_internals.configuration import compilation_cache as compilation_ca
 from fddp.jax_internals.configuration import compile_to_read as compile_to_read
 from fddp.jax_internals.configuration import context_mesh as context_mesh
 from fddp.jax_internals.configuration import staged_out as staged_out
+from fddp.jax_internals.configuration import trace_settings as trace_settings
 from fddp.jax_internals.configuration import transformed as transformed
 from fddp.jax_internals.configuration import without_context_mesh as without_context_mesh
 from fddp.jax_internals.configuration import without_jit as without_jit

@@ -30,6 +30,16 @@ def without_jit() -> bool:
     return config.disable_jit.value
 
 
+def trace_settings() -> tuple[Any, ...]:
+    """Returns the settings that a trace depends on, such as the precision of matrix products.
+
+    Relies on `config.trace_context`, the key of JAX's caches of traces. Axes and meshes of programs
+    around the trace do not count.
+    """
+    around = core.AxisEnv, mesh.AbstractMesh, type(None)
+    return tuple(x for x in config.trace_context() if not isinstance(x, around))
+
+
 def compilation_cache() -> str | None:
     """Returns the folder of JAX's compilation cache, or None if it is not used."""
     if not config.enable_compilation_cache.value:

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets import SentLeaf
 from fddp.comm import described, forms_of, trace
-from fddp.jax_internals import ClosedJaxpr, ordered, unbound_axis
+from fddp.jax_internals import ClosedJaxpr, ordered, trace_settings, unbound_axis
 from fddp.jaxpr import (
     collectives,
     first_uses,
@@ -115,7 +115,7 @@ def _gradients(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Firs
     try:
         closed, results = trace(traced_replica.group.placement, program, *arguments)
         trees = jax.tree.structure(arguments), jax.tree.structure(results)
-        return FirstTrace(closed, *trees), results
+        return FirstTrace(closed, *trees, trace_settings()), results
     except NameError as error:
         axis = unbound_axis(error)
         if axis is None:

@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 from fddp.buckets import BucketPlan, Messages
 from fddp.comm import Group, add_replica_dim, drop_replica_dim
 from fddp.hooks import Reduction, per_device, reductions
-from fddp.jax_internals import ClosedJaxpr, jaxpr_as_fun, without_jit
+from fddp.jax_internals import ClosedJaxpr, jaxpr_as_fun, trace_settings, without_jit
 from fddp.jaxpr import differentiable
 from fddp.losses import Objective, Pending, Sums, contribute, folded, in_unit, mean, plus
 from fddp.losses import accumulate as in_micro_batches
@@ -207,13 +207,16 @@ class FirstTrace(NamedTuple):
     """The tree of (state, micro-batch)."""
     results: Any
     """The tree of a `Pending`."""
+    settings: tuple[Any, ...]
+    """JAX's settings meanwhile."""
 
     def again(self, *arguments: Any) -> Pending | None:
-        """Evaluates the program; None if the arguments have other forms."""
+        """Evaluates the program; None for arguments of other forms and under other settings."""
         leaves, tree = jax.tree.flatten(arguments)
         form = lambda x: (x.shape, x.dtype, x.weak_type)  # noqa: E731
         same = list(map(form, map(jax.typeof, leaves))) == list(map(form, self.program.in_avals))
-        if without_jit() or tree != self.arguments or not same:
+        changed = tree != self.arguments or trace_settings() != self.settings
+        if without_jit() or changed or not same:
             return None
         return self.results.unflatten(jaxpr_as_fun(self.program)(*leaves))
 

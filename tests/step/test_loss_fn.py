@@ -420,3 +420,18 @@ def test_two_players_freeze_and_thaw_each_other(group, x64, schedule):
     assert [bucket.names[0].split("/")[0] for bucket in steps["generator"].plan.buckets] == [
         "generator"
     ] * 2
+
+
+def test_a_loss_is_traced_once_and_again_under_other_settings_of_jax(group):
+    calls = list[Any]()
+
+    def loss(params: Any, x: Any) -> jax.Array:
+        calls.append(jax.config.jax_default_matmul_precision)
+        return jnp.mean((x @ params) ** 2)
+
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group(2))
+    state = step.init(np.ones((3, 2), np.float32))
+    for precision in (None, None, "float32"):
+        with jax.default_matmul_precision(precision):
+            state, _ = step(state, np.float32(X[0]))
+    assert calls == [None, "float32"]
