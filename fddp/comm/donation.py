@@ -15,37 +15,31 @@ class Donation:
     """The check of the arrays that a program takes as its own memory.
 
     Each step checks each leaf of its state, so it must be fast. Results of the last program have
-    memory of their own, so they need no look at their addresses: an address waits for its array.
+    the sharding, and memory of their own.
     """
 
     def __init__(self, sharding: Sharding | None) -> None:
         self._sharding = sharding
         self._results = list[weakref.ref[jax.Array]]()
-        self._shardings = list[Sharding]()
 
     def record(self, results: PyTree) -> None:
-        arrays = (x for x in jax.tree.leaves(results) if isinstance(x, jax.Array))
-        self._results = list(map(weakref.ref, arrays))
+        self._results = list(map(weakref.ref, jax.tree.leaves(results)))
 
     def fits(self, arrays: Sequence[Any]) -> bool:
         """Returns True if all values are JAX arrays of the sharding, to be donated together."""
         if self._sharding is None:
             return False
-        if not all(issubclass(kind, jax.Array) for kind in set(map(type, arrays))):
+        own = self._own(arrays)
+        if not own and not all(
+            isinstance(x, jax.Array) and x.sharding == self._sharding for x in arrays
+        ):
             return False
-        # A program's outputs have the same sharding objects in each step, and lists compare
-        # identities first.
-        shardings = [x.sharding for x in arrays]
-        if shardings != self._shardings:
-            if shardings.count(self._sharding) < len(shardings):
-                return False
-            self._shardings = shardings
         if True in [x.is_deleted() for x in arrays]:
             return False
         parts = [parts_here(x) for x in arrays] if len(self._sharding.device_set) > 1 else []
         if True in [part.is_deleted() for several in parts for part in several]:
             return False
-        return self._own(arrays) or len(set(_addresses(arrays))) == len(arrays)
+        return own or len(set(_addresses(arrays))) == len(arrays)
 
     def unshared(self, tree: PyTree) -> Any:
         """Copies each array that shares memory with an earlier one: memory is donated only once."""
