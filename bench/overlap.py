@@ -65,7 +65,7 @@ def measure(name: str, rounds: int, torch: str | None) -> dict[str, Any]:
             jobs += start_gloo([torch, str(ROOT / "bench" / "torch_worker.py"), control, name], env)
         with ending(jobs):
             lines = accept(6 if torch else 4)
-            steps, warm_up = (STEPS, 6 * STEPS) if rounds > 1 else (2, 1)
+            steps, warm_up = (STEPS, 6 * STEPS) if rounds > 1 else (2, 4)
             seconds = in_turns(lines, rounds, steps=steps, warm_up=warm_up, at_most_s=PROBLEM_S)
             return evaluate(seconds)
 
