@@ -4,7 +4,13 @@ scaling.
 This room imports losses and jaxpr.
 """
 
-from fddp.optim.loss_scale import DynamicScaleState, dynamic_scale, gradients_finite, scaled
+from fddp.optim.loss_scale import (
+    DynamicScaleState,
+    dynamic_scale,
+    gradients_finite,
+    scale_of,
+    scaled,
+)
 from fddp.optim.parts import divided, kinds_of_state
 from fddp.optim.recorded import recorded, skipped
 from fddp.optim.state_leaves import optimizer_laid_out

@@ -14,22 +14,16 @@ import jax
 import jax.numpy as jnp
 
 from fddp.jax_internals import (
-    CALLS,
     ClosedJaxpr,
     JaxprEqn,
     Literal,
     Var,
-    branches,
-    called_program,
     inner_programs,
-    loop_parts,
     parameters,
     run_again,
-    run_while,
-    scan_body,
-    while_programs,
 )
 from fddp.jaxpr import Values, cheap, form_of, interpret, maker_positions, straighten, variables
+from fddp.program.inner_messages import run_inner
 from fddp.program.program_messages import (
     Message,
     has_messages,
@@ -134,7 +128,7 @@ class _Run:
                 read = lambda atom, eqn=eqn: self._tied(atom, eqn)  # noqa: E731
             inputs = list(map(read, eqn.invars))
             if self._has_messages(at):
-                self.token, outputs = _inside(eqn, self.token, inputs)
+                self.token, outputs = run_inner(eqn, self.token, inputs, overlapped)
             else:
                 outputs = run_again(eqn, inputs)
             self.values.update(zip(eqn.outvars, outputs))
@@ -203,48 +197,3 @@ class _Run:
         self.token, results = carrier.done(tokens, number, forms, turn)
         self.values.update(zip(message.results, results))
         self.stage_of.update(dict.fromkeys(message.results, self.stage))
-
-
-def _inside(
-    eqn: JaxprEqn, token: jax.Array, args: Sequence[Any]
-) -> tuple[jax.Array, Sequence[Any]]:
-    """Runs a loop or a branch with messages: the token is part of its carry."""
-
-    def run(closed: ClosedJaxpr, token: jax.Array, *args: Any) -> tuple[jax.Array, list[Any]]:
-        return overlapped(closed, token, args)
-
-    name = eqn.primitive.name
-    if name == "scan":
-        consts, carry, rows = loop_parts(eqn, args)
-        body, how = scan_body(eqn)
-
-        def round_of(state: tuple[Any, ...], row: Any) -> tuple[Any, Any]:
-            token, outputs = run(body, state[0], *consts, *state[1:], *row)
-            return (token, *outputs[: len(carry)]), outputs[len(carry) :]
-
-        (token, *carry), stacks = jax.lax.scan(round_of, (token, *carry), rows, **how)
-        return token, [*carry, *stacks]
-    if name == "cond":
-        each = [lambda *inputs, branch=branch: run(branch, *inputs) for branch in branches(eqn)]
-        return jax.lax.switch(args[0], each, token, *args[1:])
-    if name == "while":
-        test_consts, consts, carry = loop_parts(eqn, args)
-        test, body = while_programs(eqn)
-        if has_messages(test.jaxpr):
-            raise ValueError(
-                "the condition of a while loop has a collective: compute it in the loop's body, "
-                "and carry it."
-            )
-        carry, token = run_while(
-            eqn,
-            lambda state, token: interpret(test, [*test_consts, *state], lambda eqn, read: None)[0],
-            lambda state, token: run(body, token, *consts, *state)[::-1],
-            carry,
-            token,
-        )
-        return token, carry
-    if name in CALLS:
-        return run(called_program(eqn), token, *args)
-    raise ValueError(
-        f"the loss has a collective inside of {name}, where this backend cannot run it."
-    )

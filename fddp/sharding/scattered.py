@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, PyTree, UInt32
 
 from fddp.buckets import Message, Messages, add_tail, insert_shards, pack_parts, split_shards
-from fddp.comm import Communicator, count_bytes
+from fddp.comm import Communicator, count_bytes, forms_of
 from fddp.hooks import Reduction, gathered, plain, reductions, scattered
 from fddp.losses import Pending, add_trees, split_rows
 from fddp.sharding.part_packing import (
@@ -31,7 +31,7 @@ from fddp.sharding.part_packing import (
     unpack_sums,
 )
 from fddp.sharding.parts_update import run_on_parts
-from fddp.step import Agreed, Mean, Replica, StepInfo, TrainState
+from fddp.step import Agreed, Mean, Replica, StepInfo, TrainState, params_checked
 from fddp.step.schedules import Pieces, Send, more_sent
 
 Bytes = UInt32[Array, " messages"]
@@ -54,6 +54,7 @@ def gathered_last(replica: Replica, agreed: Agreed) -> Pieces:
         new_state, shards = split_shards(new_state._replace(params=params))
         return (new_state, _with_gathers(info, nbytes, order)), shards
 
+    run = params_checked(replica, forms_of(agreed.state.params), run)
     return Pieces(run, (*_scatters(plans), *_gathers(plans, order)))
 
 

@@ -8,15 +8,17 @@ hooks, optim and runtime.
 from fddp.step.agreed import Agreed
 from fddp.step.bucket_plan import provisional_plan
 from fddp.step.buffers import average
-from fddp.step.call import accumulate_locally, compare, lower, ready, run_inside, synchronize
+from fddp.step.call import accumulate_locally, compare, lower, ready, synchronize
 from fddp.step.checks import check_arrays as check_arrays
 from fddp.step.checks import check_filled as check_filled
 from fddp.step.checks import check_no_sync as check_no_sync
 from fddp.step.checks import check_rows as check_rows
 from fddp.step.checks import check_step as check_step
+from fddp.step.checks import params_checked as params_checked
 from fddp.step.checks import refuse_transformations as refuse_transformations
 from fddp.step.combinations import LOCAL, MEMORY, refuse
 from fddp.step.initial_state import described_start, first_form, first_state, read_start
+from fddp.step.inside import run_inside as run_inside
 from fddp.step.options import OptionArguments as OptionArguments
 from fddp.step.options import Options as Options
 from fddp.step.options import ScheduleName as ScheduleName

@@ -9,7 +9,8 @@ import jax
 
 from fddp.buckets import Bucket, BucketPlan, SentLeaf, scalar_dtype
 from fddp.step.bucket_plan import plan_buckets
-from fddp.step.replica import FirstTrace, Replica
+from fddp.step.first_trace import FirstTrace
+from fddp.step.replica import Replica
 from fddp.step.state import Mean, TrainState
 
 

@@ -1,4 +1,4 @@
-"""Calls of a settled step, from Python and inside the user's program."""
+"""Calls of a settled step from Python."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,9 +7,9 @@ import jax
 from jaxtyping import PyTree
 
 from fddp.buckets import insert_shards, split_shards
-from fddp.comm import REPLICATED, forms_of, of_one_replica, shortened
+from fddp.comm import REPLICATED, shortened
 from fddp.hooks import Memory, by_leaf, by_message
-from fddp.jax_internals import rows_here, staged_out, without_context_mesh
+from fddp.jax_internals import rows_here, without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Sums, not_numeric, rows_of_batch
 from fddp.step.checks import refuse_nan_checks, refuse_transformations, verify_collectives
@@ -171,41 +171,3 @@ def accumulate_locally(
         jax.block_until_ready(accumulated)
     placement.donation.record((state, accumulated))
     return state._replace(accumulated=accumulated), means
-
-
-def run_inside(settled: Settled | None, state: TrainState, batch: PyTree) -> Any:
-    """Runs a settled step inside the user's program, in `jax.jit` or `jax.lax.scan`."""
-    if settled is None:
-        raise _not_inside(
-            "its first batch settles it, outside of jit, as step.lower(state, batch) does"
-        )
-    run = settled.runner.inside
-    if run is None:
-        raise _not_inside(
-            "with fddp.local_steps or virtual_replicas, and over MPI without fddp's lane (see "
-            "`python -m fddp doctor`), call it from Python"
-        )
-    if not staged_out((state, batch)):
-        raise _not_inside("it can be a part only of jax.jit and jax.lax.scan, over all replicas")
-    check_state(state)
-    replica = settled.replica
-    # Over MPI each process has a program of its own, and its own rows.
-    processes = replica.group.processes if replica.group.placement.on_mesh else 1
-    rows = rows_of_batch(batch, replica.micro_batches * processes, undivided=settled.undivided)
-    if isinstance(state, StateInFlight):
-        if settled.runner.goes_on(state):
-            return run(StepInputs(state, None, [], (), rows)).result
-        state = state.finish()
-    admit(settled, jax.tree.structure(state), forms_of(state), of_one_replica(rows, processes))
-    memory = by_message(settled.plan, state.hook_state) if jax.tree.leaves(state.hook_state) else ()
-    replicated = state._replace(accumulated=None, hook_state=())
-    shards = []
-    if replica.strategy.in_shards:
-        replicated, shards = split_shards(replicated)
-    inputs = StepInputs(replicated, state.accumulated, shards, memory, rows)
-    result, shards, memory = run(inputs)
-    return with_local_parts(settled, state, result, shards, memory)
-
-
-def _not_inside(why: str) -> TypeError:
-    return TypeError(f"this step cannot be called under jax.jit, grad or vmap: {why}.")

@@ -28,8 +28,9 @@ from fddp.step.bucket_plan import provisional_plan
 from fddp.step.checks import check_batch, check_trained
 from fddp.step.combinations import COLLECTIVES, refuse
 from fddp.step.first_rows import digest
+from fddp.step.first_trace import FirstTrace
 from fddp.step.partitions import partitions_of
-from fddp.step.replica import FirstTrace, Replica, no_sums
+from fddp.step.replica import Replica, no_sums
 from fddp.step.state import TrainState, check_state, form_of
 from fddp.step.state_layout import check_layout
 

@@ -6,7 +6,7 @@ They accumulate contributions, pack them into messages, and divide the received 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,13 @@ from jaxtyping import Array, PyTree
 from fddp.buckets import BucketPlan, Messages
 from fddp.comm import Group, add_replica_dim, drop_replica_dim
 from fddp.hooks import Reduction, per_device, reductions
-from fddp.jax_internals import ClosedJaxpr, jaxpr_as_fun, trace_settings, without_jit
 from fddp.jaxpr import differentiable
 from fddp.losses import Objective, Pending, Sums, contribute, folded, in_unit, mean, plus
 from fddp.losses import accumulate as in_micro_batches
-from fddp.optim import scaled
+from fddp.optim import scale_of, scaled
 from fddp.step.buffers import Buffers, average, broadcast, keep
 from fddp.step.combinations import AXES, refuse
+from fddp.step.first_trace import FirstTrace
 from fddp.step.options import Options
 from fddp.step.schedules import by_bucket
 from fddp.step.state import Mean, TrainState
@@ -51,7 +51,7 @@ class Replica:
     """Trained parameters → optimizer state; None without an optimizer."""
     unit: int | None = None
     """Rows of a micro-batch of the first batch. They weigh 1 if the loss returns no weight."""
-    first: "FirstTrace | None" = None
+    first: FirstTrace | None = None
     """A step evaluates this trace again, so that the loss is traced once."""
     loss: str = "loss_fn"
     """The user's name for the loss."""
@@ -177,13 +177,16 @@ class Replica:
     ) -> tuple[Sums, Pending]:
         """Returns the sums of this replica's rows, and all sums that are pending with them."""
         before = no_sums(state) if pending is None else pending
-        known = self.first if pending is None and micro_batches == 1 else None
+        unscaled = isinstance(scale_of(state.opt_state), int)
+        known = self.first if pending is None and micro_batches == 1 and unscaled else None
 
         def add(pending: Pending, micro_batch: PyTree) -> Pending:
             if known and (after := known.again(state, micro_batch)):
                 return after
-            arguments = self.arguments(state, pending, micro_batch)
-            return contribute(*arguments, find_unused=self.options.find_unused_parameters)
+            objective, *arguments = self.arguments(state, pending, micro_batch)
+            objective = scaled(objective, state.opt_state)
+            find_unused = self.options.find_unused_parameters
+            return contribute(objective, *arguments, find_unused=find_unused)
 
         after = in_micro_batches(add, before._replace(sums=None), rows, micro_batches)
         return after.sums, after._replace(sums=plus(in_unit(before, after.unit), after.sums))
@@ -192,33 +195,11 @@ class Replica:
         self, state: TrainState, pending: Pending, micro_batch: PyTree
     ) -> tuple[Any, ...]:
         """Returns the arguments of `contribute` for one micro-batch."""
-        objective = scaled(partial(self.objective, unit=self.unit), state.opt_state)
+        objective = partial(self.objective, unit=self.unit)
         # The random keys of the micro-batch.
         index = self.group.communicator.replica_index()
         key = folded(state.rng, state.step, pending.micro_batches, index)
         return objective, self.chosen(state.params), state.params, pending, key, micro_batch
-
-
-class FirstTrace(NamedTuple):
-    """The contribution of the first micro-batch, traced."""
-
-    program: ClosedJaxpr
-    arguments: Any
-    """The tree of (state, micro-batch)."""
-    results: Any
-    """The tree of a `Pending`."""
-    settings: tuple[Any, ...]
-    """JAX's settings meanwhile."""
-
-    def again(self, *arguments: Any) -> Pending | None:
-        """Evaluates the program; None for arguments of other forms and under other settings."""
-        leaves, tree = jax.tree.flatten(arguments)
-        form = lambda x: (x.shape, x.dtype, x.weak_type)  # noqa: E731
-        same = list(map(form, map(jax.typeof, leaves))) == list(map(form, self.program.in_avals))
-        changed = tree != self.arguments or trace_settings() != self.settings
-        if without_jit() or changed or not same:
-            return None
-        return self.results.unflatten(jaxpr_as_fun(self.program)(*leaves))
 
 
 def no_sums(state: TrainState) -> Pending:

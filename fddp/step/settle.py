@@ -22,9 +22,10 @@ from fddp.losses import Undivided, unjoined
 from fddp.step.agreed import Agreed, Common, Seen, merge, remarks
 from fddp.step.checks import params_checked
 from fddp.step.first_batch import described_batch, look
+from fddp.step.first_trace import FirstTrace
 from fddp.step.later_batches import CheckedForms, fit_of, form_of_batch
 from fddp.step.options import ScheduleName
-from fddp.step.replica import FirstTrace, Replica
+from fddp.step.replica import Replica
 from fddp.step.schedules import Runner, Schedule, after, eager, overlap
 from fddp.step.state import Mean, TrainState
 from fddp.step.state_layout import local_form

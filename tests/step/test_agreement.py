@@ -36,10 +36,10 @@ def agreed(group: Groups) -> Callable[..., Agreed]:
     """Merges what ranks have seen, for a step of two replicas with a bucket for each leaf."""
 
     def of(*seen: Seen, params: Any = PARAMS, strategy: Strategy = WHOLE_STATE) -> Agreed:
-        loss: Any = None  # is not traced again
+        loss: Any = None  # nothing is traced again
         replica = Replica(loss, group(2), fddp.Options(bucket_cap_mb=0), strategy)
         state = TrainState(jnp.int32(0), params, (), None, (), None, None)
-        common = Common(state, tuple(LEAVES), None, jax.ShapeDtypeStruct((), np.float32), ())
+        common = Common(state, tuple(LEAVES), None, jax.ShapeDtypeStruct((), np.float32), (), loss)
         return merge(replica, common, seen, lambda state, mean: None)
 
     return of
