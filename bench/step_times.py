@@ -30,13 +30,14 @@ OVER_GLOO, JIT = "fddp overlap (Gloo)", "jit, NamedSharding"
 COLUMNS = {
     "fddp overlap (MPI)": "fddp over MPI",
     OVER_GLOO: "over Gloo",
+    "fddp eager (Gloo)": "eager, over Gloo",
     "DDP": "PyTorch DDP",
     JIT: "`jit`, `NamedSharding`",
 }
 COMPUTING = ("alone (Gloo)", "PyTorch, alone")
 CAPTION = (
     "Milliseconds per step (medians; bold: the fastest), {date}: two hosts emulated on one "
-    "machine, one core each, 1 Gbit/s (`bench/overlap.py`; JAX {jax}; PyTorch 2.15 over Gloo, like "
+    "machine, one core each, 1 Gbit/s (`bench/overlap.py`; JAX {jax}; PyTorch 2.14 over Gloo, like "
     "`jit`). PyTorch DDP has the best of three caps, fddp a cap near the choice of `fddp.tune`. "
     "Over Gloo fddp takes {share} of the time of `jit`. {note}"
 )
@@ -54,7 +55,7 @@ def table(measured: Mapping[str, Any]) -> str:
     medians = {name: _medians(result) for name, result in measured["results"].items()}
     lines = [
         f"| | {' | '.join(COLUMNS.values())} | no traffic: JAX, PyTorch |",
-        "|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|",
         *(_row(title, medians[name]) for name, title in PROBLEMS.items()),
     ]
     caption = CAPTION.format(
