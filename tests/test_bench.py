@@ -54,6 +54,7 @@ def test_the_table_of_schedules_is_what_was_measured(row, problem):
     others = (
         "alone (Gloo)",
         "fddp overlap (Gloo)",
+        "fddp eager (Gloo)",
         "fddp after (Gloo)",
         "jit, NamedSharding",
         "shard_map, psum per leaf",

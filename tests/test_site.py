@@ -160,7 +160,7 @@ def test_the_picture_of_the_traffic_shows_the_saved_timelines():
 def test_the_first_pages_table_says_what_was_measured(row, problem):
     (line,) = re.findall(rf"^\| {row}, .*$", (DOCS / "index.md").read_text(), re.MULTILINE)
     ms = {way: median for way, (_, median, _) in measured("overlap")[problem]["step_ms"].items()}
-    fddp_ms = [ms[f"fddp overlap ({backend})"] for backend in ("MPI", "Gloo")]
+    fddp_ms = [ms[f"fddp {way}"] for way in ("overlap (MPI)", "overlap (Gloo)", "eager (Gloo)")]
     ddp_ms = min(median for way, median in ms.items() if way.startswith("PyTorch DDP"))
     others_ms = [ms["jit, NamedSharding"], ms["alone (Gloo)"], ms["PyTorch, alone"]]
     shown = re.findall(r"\d+", " ".join(line.split("|")[2:]))

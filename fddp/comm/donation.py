@@ -23,7 +23,8 @@ class Donation:
         self._results = list[weakref.ref[jax.Array]]()
 
     def record(self, results: PyTree) -> None:
-        self._results = list(map(weakref.ref, jax.tree.leaves(results)))
+        arrays = (x for x in jax.tree.leaves(results) if isinstance(x, jax.Array))
+        self._results = list(map(weakref.ref, arrays))
 
     def fits(self, arrays: Sequence[Any]) -> bool:
         """Returns True if all values are JAX arrays of the sharding, to be donated together."""
