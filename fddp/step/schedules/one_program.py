@@ -101,8 +101,11 @@ def traced(group: Group, pieces: Pieces, *inputs: Any) -> tuple[Any, Any, Memory
 
     `inputs` are those of `StepInputs`, in order.
     """
-    run = as_program(group.placement, partial(_run, group.communicator, pieces))
-    if any(reduction.rounds > 1 for reduction in pieces.reductions):
+    run = partial(_run, group.communicator, pieces)
+    in_rounds = any(reduction.rounds > 1 for reduction in pieces.reductions)
+    if in_rounds or not group.transport.in_lanes:  # a lane traces its programs itself
+        run = as_program(group.placement, run)
+    if in_rounds:
         run = received_behind_loops(fused_loops(run))
     return run(*inputs)
 
