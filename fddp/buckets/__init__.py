@@ -8,7 +8,7 @@ other.
 from fddp.buckets.assignment import make_plan
 from fddp.buckets.bits import from_words, sub_byte, to_words
 from fddp.buckets.device_parts import by_device, pack_device_parts, unpack_device_parts
-from fddp.buckets.loop_rounds import cut_in_layers, fill_rounds, plan_with_rounds
+from fddp.buckets.loop_rounds import fill_rounds
 from fddp.buckets.messages import Messages, add_tail, place_scalars, scalar_dtype, take_tail
 from fddp.buckets.packing import check_plan, pack, unpack, unpack_received
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf, Message, at_least, widened

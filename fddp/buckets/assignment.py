@@ -5,8 +5,8 @@ Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 4.2;
 """
 
 import operator
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets.messages import place_scalars
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf
-from fddp.buckets.sent_leaves import Caps, MiB, check_caps
+from fddp.buckets.sent_leaves import Caps, MiB, SentLeaf, check_caps
 from fddp.wording import leaf_name
 
 
@@ -59,115 +59,99 @@ def make_plan(
       >>> [bucket.names for bucket in make_plan(tree, bucket_cap_mb=1).buckets]
       [('w',), ('b',)]
     """
-    return plan_with_loops(
-        tree,
-        {},
-        order=order,
-        bucket_cap_mb=bucket_cap_mb,
-        first_bucket_mb=first_bucket_mb,
-        last_bucket_mb=last_bucket_mb,
-    )
+    if isinstance(order, str) or not (order is None or hasattr(order, "__iter__")):
+        raise TypeError(
+            f"make_plan: order must be the numbers of leaves, from grad_order, got {order!r}."
+        )
+    count = len(jax.tree.leaves(tree))
+    indices = range(count)[::-1] if order is None else list(map(operator.index, order))
+    if len(set(indices)) != len(indices) or not all(0 <= i < count for i in indices):
+        raise ValueError(
+            f"order must name each leaf at most once, by its index in 0..{count - 1}, "
+            f"got {list(indices)}."
+        )
+    caps = bucket_cap_mb, first_bucket_mb, last_bucket_mb
+    return plan_of_sent(tree, list(map(SentLeaf, indices)), *caps)
 
 
-def plan_with_loops(
+def plan_of_sent(
     tree: PyTree,
-    loops: Mapping[int, tuple[int, int]],
-    *,
-    order: Sequence[int] | None = None,
+    order: Sequence[SentLeaf],
     bucket_cap_mb: Caps = 25,
     first_bucket_mb: float = 1,
     last_bucket_mb: float = 1,
 ) -> BucketPlan:
     """Makes a plan in which buckets hold leaves of no loop, or leaves of one loop.
 
-    `loops` maps a leaf to the number of its loop and the loop's number of rounds. Each round sends
-    a part of the bucket, which the cap limits.
+    Each round of a loop sends a part of its bucket, which the cap limits.
     """
     check_caps(bucket_cap_mb, first_bucket_mb, last_bucket_mb)
-    if isinstance(order, str) or not (order is None or hasattr(order, "__iter__")):
-        raise TypeError(
-            f"make_plan: order must be the numbers of leaves, from grad_order, got {order!r}."
-        )
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = tuple(_leaf(path, value) for path, value in paths)
-    if order is None:
-        order = range(len(leaves))[::-1]
-    order = tuple(map(operator.index, order))
-    if len(set(order)) != len(order) or not all(0 <= i < len(leaves) for i in order):
-        raise ValueError(
-            f"order must name each leaf at most once, by its index in 0..{len(leaves) - 1}, "
-            f"got {list(order)}."
-        )
-    in_loops = {i: loops.get(i, (None, 1)) for i in order}
     one_cap = isinstance(bucket_cap_mb, int | float)
     caps = [min(first_bucket_mb, bucket_cap_mb), bucket_cap_mb] if one_cap else bucket_cap_mb
-    buckets = _fill(leaves, in_loops, [cap * MiB for cap in caps])
-    if one_cap and buckets and buckets[-1][0] not in loops:
-        buckets = _by_readiness(
-            _shorten_last(leaves, buckets, cap=min(last_bucket_mb, bucket_cap_mb) * MiB), order
-        )
+    buckets = _fill(leaves, order, [cap * MiB for cap in caps])
+    if one_cap and buckets and buckets[-1][0].rounds == 1:
+        last = _shorten_last(leaves, buckets, cap=min(last_bucket_mb, bucket_cap_mb) * MiB)
+        buckets = _by_readiness(last, order)
     return place_scalars(
         BucketPlan(leaves, tuple(_bucket(leaves, bucket) for bucket in buckets), treedef, ())
     )
 
 
 def _fill(
-    leaves: Sequence[Leaf],
-    in_loops: Mapping[int, tuple[int | None, int]],
-    caps: Sequence[float],
-) -> list[list[int]]:
+    leaves: Sequence[Leaf], order: Sequence[SentLeaf], caps: Sequence[float]
+) -> list[list[SentLeaf]]:
     """Fills buckets: one is open per dtype and loop."""
-    filling: dict[tuple[np.dtype, int | None], list[int]] = {}
-    nbytes = Counter[tuple[np.dtype, int | None]]()
-    closed: list[list[int]] = []
-    for i, (loop, rounds) in in_loops.items():
-        bucket = leaves[i].dtype, loop
-        filling.setdefault(bucket, []).append(i)
-        nbytes[bucket] += leaves[i].nbytes // rounds
+    filling = defaultdict[Any, list[SentLeaf]](list)
+    nbytes = Counter[Any]()
+    closed: list[list[SentLeaf]] = []
+    for sent in order:
+        bucket = leaves[sent.leaf].dtype, sent.loop if sent.rounds > 1 else None
+        filling[bucket].append(sent)
+        nbytes[bucket] += leaves[sent.leaf].nbytes // sent.rounds
         cap = caps[min(len(closed), len(caps) - 1)]
         if nbytes[bucket] >= cap:
             closed.append(filling.pop(bucket))
             del nbytes[bucket]
-    return _by_readiness([*closed, *filling.values()], list(in_loops))
+    return _by_readiness([*closed, *filling.values()], order)
 
 
-def _by_readiness(buckets: Sequence[list[int]], order: Sequence[int]) -> list[list[int]]:
+def _by_readiness(
+    buckets: Sequence[list[SentLeaf]], order: Sequence[SentLeaf]
+) -> list[list[SentLeaf]]:
     """Sorts buckets by their last leaf, which makes them ready to send."""
-    position = {leaf: k for k, leaf in enumerate(order)}
+    position = {sent: k for k, sent in enumerate(order)}
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
 
 def _shorten_last(
-    leaves: Sequence[Leaf], buckets: list[list[int]], *, cap: float
-) -> list[list[int]]:
+    leaves: Sequence[Leaf], buckets: list[list[SentLeaf]], *, cap: float
+) -> list[list[SentLeaf]]:
     """Splits the last bucket: its end, which the backward pass cannot hide, fits the cap."""
-    if not buckets:
-        return buckets
     *head, last = buckets
     start = len(last) - 1
-    nbytes = leaves[last[start]].nbytes
-    while start > 0 and (nbytes := nbytes + leaves[last[start - 1]].nbytes) <= cap:
+    nbytes = leaves[last[start].leaf].nbytes
+    while start > 0 and (nbytes := nbytes + leaves[last[start - 1].leaf].nbytes) <= cap:
         start -= 1
     return [*head, last[:start], last[start:]] if start else buckets
 
 
-def _bucket(leaves: Sequence[Leaf], indices: Sequence[int]) -> Bucket:
+def _bucket(leaves: Sequence[Leaf], sent: Sequence[SentLeaf]) -> Bucket:
+    indices = tuple(x.leaf for x in sent)
     return Bucket(
-        leaves=tuple(indices),
+        leaves=indices,
         names=tuple(leaves[i].name for i in indices),
         dtype=leaves[indices[0]].dtype,
         size=sum(leaves[i].size for i in indices),
+        rounds=sent[0].rounds,
     )
 
 
 def _leaf(path: jax.tree_util.KeyPath, value: Any) -> Leaf:
     name = leaf_name(path)
+    if isinstance(value, int | float | complex) and not hasattr(value, "dtype"):
+        value = jax.eval_shape(lambda: jnp.asarray(value))
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        value = _scalar(name, value)
+        raise TypeError(f"leaf {name!r} must be an array, got {type(value).__name__}.")
     return Leaf(name, tuple(value.shape), np.dtype(value.dtype))
-
-
-def _scalar(name: str, value: object) -> Any:
-    if isinstance(value, int | float | complex):
-        return jax.eval_shape(lambda: jnp.asarray(value))
-    raise TypeError(f"leaf {name!r} must be an array, got {type(value).__name__}.")

@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from fddp.buckets.assignment import make_plan, plan_with_loops
+from fddp.buckets.assignment import plan_of_sent
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf
-from fddp.buckets.sent_leaves import Rows
+from fddp.buckets.sent_leaves import Rows, SentLeaf
 
 WORTH_BYTES = 64 * 1024  # sending these takes about as long as finding the rows
 
@@ -20,28 +19,27 @@ def plan_with_table_rows(
     touched: Mapping[int, int],
     replicas: int,
     *,
-    order: Sequence[int],
-    loops: Mapping[int, tuple[int, int]] = MappingProxyType({}),
+    order: Sequence[SentLeaf],
     **caps: Any,
 ) -> BucketPlan:
     """Makes a plan that sends leaves as rows, in separate buckets, if enough bytes are saved.
 
     >>> import numpy as np
     >>> tree = {"bias": np.zeros(8, np.float32), "embed": np.zeros((9000, 8), np.float32)}
-    >>> [bucket.rows for bucket in plan_with_table_rows(tree, {1: 64}, 2, order=(0, 1)).buckets]
+    >>> order = SentLeaf(0), SentLeaf(1)
+    >>> [bucket.rows for bucket in plan_with_table_rows(tree, {1: 64}, 2, order=order).buckets]
     [None, Rows(most=64, of=9000)]
-    >>> [bucket.rows for bucket in plan_with_table_rows(tree, {1: 8000}, 2, order=(0, 1)).buckets]
+    >>> [bucket.rows for bucket in plan_with_table_rows(tree, {1: 8000}, 2, order=order).buckets]
     [None]
     """
-    leaves = make_plan(tree, order=order).leaves
+    leaves = plan_of_sent(tree, ()).leaves
     sparse: dict[int, Bucket] = {}
-    for i in order:
+    for i, _, rounds in order:
         bucket = _bucket_of_rows(i, leaves[i], touched.get(i, 0))
-        if bucket and _saved(bucket, leaves[i], replicas) >= WORTH_BYTES:
+        if bucket and rounds == 1 and _saved(bucket, leaves[i], replicas) >= WORTH_BYTES:
             sparse[i] = bucket
-    dense = [i for i in order if i not in sparse]
-    plan = plan_with_loops(tree, loops, order=dense, **caps)
-    position = {i: k for k, i in enumerate(order)}
+    plan = plan_of_sent(tree, [sent for sent in order if sent.leaf not in sparse], **caps)
+    position = {sent.leaf: k for k, sent in enumerate(order)}
     buckets = sorted(
         [*plan.buckets, *sparse.values()], key=lambda bucket: position[bucket.leaves[-1]]
     )

@@ -24,12 +24,11 @@ from fddp.jaxpr import (
 )
 from fddp.losses import Pending, contribute, reached, unjoined
 from fddp.step.agreed import Common, Seen
-from fddp.step.bucket_plan import provisional_plan
+from fddp.step.bucket_plan import provisional_plan, sent_in_rounds
 from fddp.step.checks import check_batch, check_trained
 from fddp.step.combinations import COLLECTIVES, refuse
 from fddp.step.first_rows import digest
 from fddp.step.first_trace import FirstTrace
-from fddp.step.partitions import partitions_of
 from fddp.step.replica import Replica, no_sums
 from fddp.step.state import TrainState, check_state, form_of
 from fddp.step.state_layout import check_layout
@@ -45,19 +44,17 @@ def look(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Common, Se
     first, results = _gradients(replica, state, batch)
     program = straighten(first.program)
     _check_effects(replica, program)
-    partitions = partitions_of(replica, state.params, program)
-    leaves = range(len(jax.tree.leaves(state.params)))
-    units = {i: partitions.get(i, SentLeaf(i)) for i in leaves}
+    in_rounds = sent_in_rounds(replica, state.params, program)
     several = replica.group.processes > 1
     seen = Seen(
-        order=_order(replica, program, [units[i] for i in chosen]),
+        order=_order(replica, program, [in_rounds.get(i, SentLeaf(i)) for i in chosen]),
         # The program's inputs are the step number, the parameters, and the rest of the state.
         uses=first_uses(program)[1:],
         has_path=dict(zip(chosen, paths(replica, state, batch))),
         touched=dict(zip(chosen, touched_rows(program))),
         rows=digest(unjoined(batch)) if several else b"",
         wiring=wiring(program) if several else b"",
-        program=text_digest(program) if several and partitions else "",
+        program=text_digest(program) if several and in_rounds else "",
     )
     common = Common(
         state=jax.tree.map(form_of, state),

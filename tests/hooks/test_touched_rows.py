@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fddp.buckets import plan_with_table_rows
+from fddp.buckets import SentLeaf, plan_with_table_rows
 from fddp.buckets.table_rows import WORTH_BYTES
 from fddp.comm import axis_communicator
 from fddp.hooks.touched_rows import sum_of_table
@@ -20,7 +20,7 @@ MOST = 5
 
 def bucket_of(dtype: str) -> Any:
     form = jax.ShapeDtypeStruct((ALL, WIDTH), dtype)
-    (bucket,) = plan_with_table_rows(form, {0: MOST}, 2, order=(0,)).buckets
+    (bucket,) = plan_with_table_rows(form, {0: MOST}, 2, order=[SentLeaf(0)]).buckets
     return bucket
 
 
@@ -77,7 +77,7 @@ def test_rows_travel_where_these_save_enough_bytes():
 
     def travel(replicas: int, touched: int) -> bool:
         return (
-            plan_with_table_rows(form, {0: touched}, replicas, order=(0,)).buckets[0].rows
+            plan_with_table_rows(form, {0: touched}, replicas, order=[SentLeaf(0)]).buckets[0].rows
             is not None
         )
 
@@ -91,7 +91,7 @@ def test_rows_travel_where_these_save_enough_bytes():
 
 def test_what_no_batch_has_touched_yet_stays_whole():
     assert (
-        plan_with_table_rows(jax.ShapeDtypeStruct((100_000, 4), "float32"), {0: 0}, 2, order=(0,))
+        plan_with_table_rows(jax.ShapeDtypeStruct((100_000, 4), "float32"), {0: 0}, 2, order=[SentLeaf(0)])
         .buckets[0]
         .rows
         is None
@@ -102,6 +102,7 @@ def test_the_last_bucket_of_the_others_is_small_before_a_table_too():
     tree = [jax.ShapeDtypeStruct((2**18,), "float32")] * 5 + [
         jax.ShapeDtypeStruct((100_000, 4), "float32")
     ]
-    plan = plan_with_table_rows(tree, {5: 8}, 2, order=range(6))
+    order = list(map(SentLeaf, range(6)))
+    plan = plan_with_table_rows(tree, {5: 8}, 2, order=order)
     assert [bucket.leaves for bucket in plan.buckets] == [(0,), (1, 2, 3), (4,), (5,)]
-    assert plan.digest != plan_with_table_rows(tree, {5: 9}, 2, order=range(6)).digest
+    assert plan.digest != plan_with_table_rows(tree, {5: 9}, 2, order=order).digest
