@@ -9,7 +9,7 @@ Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (NeurIPS 2019); `powerSGD_hook` i
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -64,111 +64,81 @@ def powersgd(
         "powersgd: min_compression_rate", min_compression_rate, "0 or more", lambda x: x >= 0
     )
 
-    low_rank = _LowRank(rank, start_step, warm_start, error_feedback, min_compression_rate)
-    words = (
-        f"{rank}, start_step={start_step}, warm_start={warm_start}, "
-        f"error_feedback={error_feedback}, {min_compression_rate}"
-    )
-    return Hook(low_rank.init, low_rank.apply, f"powersgd({words})")
-
-
-@dataclass(frozen=True)
-class _LowRank:
-    """The two functions of the hook, for its arguments."""
-
-    rank: int
-    start_step: int
-    warm_start: bool
-    error_feedback: bool
-    min_compression_rate: float
-
-    def columns(self, leaf: jax.ShapeDtypeStruct) -> int:
+    def columns(leaf: jax.ShapeDtypeStruct) -> int:
         """Number of columns of a leaf's factors; 0 if it is not compressed."""
         if len(leaf.shape) < 2 or not is_float(leaf.dtype) or not math.prod(leaf.shape):
             return 0
         n, m = _matrix_shape(leaf)
-        columns = min(self.rank, n, m)
-        if columns * (n + m) * self.min_compression_rate >= n * m:
-            return 0
-        return columns
+        count = min(rank, n, m)
+        return 0 if count * (n + m) * min_compression_rate >= n * m else count
 
-    def init(self, leaf: jax.ShapeDtypeStruct) -> Any:
-        columns = self.columns(leaf)
-        if not columns:
+    def init(leaf: jax.ShapeDtypeStruct) -> Any:
+        if not (count := columns(leaf)):
             return ()
-        memory: dict[str, Array] = {
-            "step": jnp.zeros((), jnp.int32),
-            "q": _random(leaf, columns, 0),
-        }
-        if self.error_feedback:
+        memory = {"step": jnp.zeros((), jnp.int32), "q": _random(leaf, count, 0)}
+        if error_feedback:
             memory["error"] = jnp.zeros(leaf.shape, leaf.dtype)
         return memory
 
-    def apply(self, comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
+    def plain(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
+        return comm.all_reduce(bucket.buffer), memory
+
+    def start(leaf: jax.ShapeDtypeStruct, memory: Any) -> Array:
+        """The matrix Q with which a step starts."""
+        return memory["q"] if warm_start else _random(leaf, columns(leaf), memory["step"] + 1)
+
+    def compressed(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
+        leaves = leaves_of_buffer(bucket.buffer, bucket.leaves)
+        new_memory = list(memory)
+        chosen = [i for i, leaf in enumerate(bucket.leaves) if columns(leaf)]
+        others = [i for i in range(len(leaves)) if i not in chosen]
+        errors = [memory[i]["error"] if error_feedback else 0 for i in chosen]
+        matrices = [
+            (leaves[i] + error).reshape(_matrix_shape(leaves[i]))
+            for i, error in zip(chosen, errors)
+        ]
+        starts = [start(bucket.leaves[i], memory[i]) for i in chosen]
+        products = [m @ q for m, q in zip(matrices, starts)]
+        p_sums = _sums(comm, [*products, *(leaves[i] for i in others)])
+        bases = [_orthonormal(p) for p in p_sums[: len(chosen)]]
+        q_sums = _sums(comm, [m.T @ p for m, p in zip(matrices, bases)])
+        for i, total in zip(others, p_sums[len(chosen) :]):
+            leaves[i] = total
+        for i, first, m, p, q in zip(chosen, starts, matrices, bases, q_sums):
+            shape = leaves[i].shape
+            leaves[i] = (p @ q.T).reshape(shape)
+            # The next step starts from the directions of Q, as its scale would grow without bound.
+            # If the gradient has no component along a direction, that direction is retained.
+            directions = _orthonormal(q)
+            new_q = jnp.where(jnp.any(directions != 0, axis=0), directions, first)
+            new_memory[i] = memory[i] | {"q": new_q}
+            if error_feedback:
+                new_memory[i]["error"] = (m - p @ (p.T @ m)).reshape(shape)
+        return flat_buffer(leaves), tuple(new_memory)
+
+    def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
         steps = [leaf["step"] for leaf in memory if leaf]
         if not steps:
-            return comm.all_reduce(bucket.buffer), memory
+            return plain(comm, bucket, memory)
 
-        def counted(total: Callable[..., tuple[Array, State]]) -> Callable[[State], Any]:
-            def branch(memory: State) -> Any:
-                outputs, nbytes = count_aside(comm, total, bucket, memory)
-                return outputs, as_uint32(nbytes)
+        def branch(reduce: Callable[..., tuple[Array, State]], memory: State) -> Any:
+            outputs, nbytes = count_aside(comm, reduce, bucket, memory)
+            return outputs, as_uint32(nbytes)
 
-            return branch
-
-        branches = counted(self._plain), counted(self._compressed)
-        (total, memory), nbytes = jax.lax.cond(steps[0] < self.start_step, *branches, memory)
+        branches = partial(branch, plain), partial(branch, compressed)
+        (total, memory), nbytes = jax.lax.cond(steps[0] < start_step, *branches, memory)
         add_bytes(comm, nbytes)
         new_memory = (leaf and leaf | {"step": leaf["step"] + 1} for leaf in memory)
         return total, tuple(new_memory)
 
-    def _plain(self, comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
-        return comm.all_reduce(bucket.buffer), memory
-
-    def _compressed(
-        self, comm: Communicator, bucket: GradBucket, memory: State
-    ) -> tuple[Array, State]:
-        leaves = leaves_of_buffer(bucket.buffer, bucket.leaves)
-        new_memory = list(memory)
-        compressed = [i for i, leaf in enumerate(bucket.leaves) if self.columns(leaf)]
-        plain = [i for i in range(len(leaves)) if i not in compressed]
-        matrices = [self._matrix(bucket.leaves[i], leaves[i], memory[i]) for i in compressed]
-        starts = [self._start(bucket.leaves[i], memory[i]) for i in compressed]
-        products = [m @ q for m, q in zip(matrices, starts)]
-        p_sums = _sums(comm, [*products, *(leaves[i] for i in plain)])
-        bases = [_orthonormal(p) for p in p_sums[: len(compressed)]]
-        q_sums = _sums(comm, [m.T @ p for m, p in zip(matrices, bases)])
-        for i, total in zip(plain, p_sums[len(compressed) :]):
-            leaves[i] = total
-        for i, start, m, p, q in zip(compressed, starts, matrices, bases, q_sums):
-            leaves[i] = (p @ q.T).reshape(bucket.leaves[i].shape)
-            new_memory[i] = self._next_memory(memory[i], start, m, p, q, leaves[i].shape)
-        return flat_buffer(leaves), tuple(new_memory)
-
-    def _matrix(self, form: jax.ShapeDtypeStruct, leaf: Array, memory: Any) -> Array:
-        """A replica's matrix, with its error of the last step."""
-        compensated = leaf + (memory["error"] if self.error_feedback else 0)
-        return compensated.reshape(_matrix_shape(form))
-
-    def _start(self, form: jax.ShapeDtypeStruct, memory: Any) -> Array:
-        """The matrix Q with which a step starts."""
-        if self.warm_start:
-            return memory["q"]
-        return _random(form, self.columns(form), memory["step"] + 1)
-
-    def _next_memory(
-        self, memory: Any, start: Array, m: Array, p: Array, q: Array, shape: tuple[int, ...]
-    ) -> dict[str, Array]:
-        # The next step starts from the directions of Q, as its scale would grow without bound.
-        # If the gradient has no component along a direction, that direction is retained.
-        directions = _orthonormal(q)
-        new_memory = memory | {"q": jnp.where(jnp.any(directions != 0, axis=0), directions, start)}
-        if self.error_feedback:
-            new_memory["error"] = (m - p @ (p.T @ m)).reshape(shape)
-        return new_memory
+    words = (
+        f"{rank}, start_step={start_step}, warm_start={warm_start}, "
+        f"error_feedback={error_feedback}, {min_compression_rate}"
+    )
+    return Hook(init, apply, f"powersgd({words})")
 
 
-def _matrix_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, int]:
+def _matrix_shape(leaf: Array | jax.ShapeDtypeStruct) -> tuple[int, int]:
     return math.prod(leaf.shape[:-1]), leaf.shape[-1]
 
 
