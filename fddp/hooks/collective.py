@@ -4,16 +4,15 @@ Source: `allreduce_coalesced` in `torch.distributed`; `flatten_util.ravel_pytree
 and its inverse.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import jax
 from jaxtyping import Array, PyTree
 
-from fddp.buckets import BucketPlan, Message, check_plan, pack, unpack
+from fddp.buckets import BucketPlan, check_plan, pack, unpack
 from fddp.comm import Group, axis_communicator
-from fddp.hooks.hook import Hook, State, check_hook
-from fddp.hooks.reductions import reductions, summed
+from fddp.hooks.hook import Hook, allreduce, check_hook
+from fddp.hooks.reductions import hooked
 
 
 def all_reduce(
@@ -61,12 +60,10 @@ def all_reduce(
         )
     if op not in ("sum", "mean"):
         raise ValueError(f"op must be 'sum' or 'mean', got {op!r}.")
-    if hook is not None:
-        check_hook("fddp.all_reduce: hook", hook)
+    hook = allreduce() if hook is None else hook
+    check_hook("fddp.all_reduce: hook", hook)
     forms = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]
-    memory: list[State] = [()] * len(forms)
-    if hook is not None:
-        memory = list(map(hook.init, forms))
+    memory = list(map(hook.init, forms))
     if jax.tree.leaves(memory):
         raise ValueError(f"{hook} has a memory from step to step: use it with fddp.train_step.")
     if group is not None:
@@ -75,19 +72,11 @@ def all_reduce(
         comm = axis_communicator(
             str(axis_name), jax.lax.axis_size(axis_name), jax.default_backend()
         )
-    dense_plan = replace(
-        plan,
-        buckets=tuple(replace(bucket, rows=None) for bucket in plan.buckets),
-        messages=tuple(map(Message, range(len(plan.buckets)))),
-    )
     sums = list[Array]()
-    bucket_reductions = reductions(dense_plan, hook)
-    for bucket, reduction, buffer in zip(plan.buckets, bucket_reductions, pack(plan, tree)):
-        bucket_memory = tuple(memory[leaf] for leaf in bucket.leaves)
-        total, _, _ = summed(comm, reduction, buffer, bucket_memory)
-        sums.append(total)
-    if op == "mean":
-        sums = [total / comm.size for total in sums]
+    for bucket, buffer in zip(plan.buckets, pack(plan, tree)):
+        bucket_forms = tuple(forms[i] for i in bucket.leaves)
+        total, _ = hooked(hook, bucket_forms, comm, buffer, tuple(memory[i] for i in bucket.leaves))
+        sums.append(total / comm.size if op == "mean" else total)
     reduced = unpack(plan, sums)
     return jax.tree.map(
         lambda old, new: old if new is None else new, tree, reduced, is_leaf=lambda x: x is None

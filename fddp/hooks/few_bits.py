@@ -18,7 +18,7 @@ from jaxtyping import Array
 from fddp.comm import Communicator, add_rows
 from fddp.hooks import codes
 from fddp.hooks.half_precision import padded_rows
-from fddp.hooks.hook import GradBucket, Hook, State, join_memory, of_floats, split_memory
+from fddp.hooks.hook import GradBucket, Hook, State, flat_buffer, leaves_of_buffer, of_floats
 from fddp.wording import check_switch, check_whole
 
 
@@ -69,13 +69,13 @@ def quantize(*, bits: int = 8, block: int = 256, error_feedback: bool = True) ->
         return {kind: jnp.zeros(leaf.shape, leaf.dtype) for kind in ("sent", "summed")}
 
     def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
-        buffer = compensated = bucket.buffer
-        if error_feedback:
-            compensated = buffer + join_memory(memory, "sent")
+        def joined(kind: str) -> Array:
+            return flat_buffer([leaf[kind] for leaf in memory])
+
+        buffer = bucket.buffer
+        compensated = buffer + joined("sent") if error_feedback else buffer
         rows = padded_rows(compensated, comm.size, block)
-        sum_errors = None
-        if error_feedback:
-            sum_errors = padded_rows(join_memory(memory, "summed"), comm.size, block)
+        sum_errors = padded_rows(joined("summed"), comm.size, block) if error_feedback else None
         index = comm.replica_index()
         if sum_errors is not None:
             # Under an earlier plan this replica may have summed other rows. It sends their errors.
@@ -96,7 +96,7 @@ def quantize(*, bits: int = 8, block: int = 256, error_feedback: bool = True) ->
             jnp.zeros_like(rows).at[index].set((row_sum - decode(answer)).astype(rows.dtype))
         )
         errors = (rows - decoded).astype(rows.dtype), row_errors
-        flat = (x.reshape(-1)[: buffer.size] for x in errors)
-        return total, split_memory(bucket.leaves, ("sent", "summed"), flat)
+        flat = [leaves_of_buffer(x.reshape(-1)[: buffer.size], bucket.leaves) for x in errors]
+        return total, tuple({"sent": sent, "summed": summed} for sent, summed in zip(*flat))
 
     return of_floats(Hook(init, apply, name))

@@ -96,31 +96,15 @@ def leaves_of_buffer(
     return [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, leaves)]
 
 
-def join_memory(memory: State, name: str) -> Shaped[Array, " n"]:
-    """Joins the entry `name` of each leaf's memory into a flat buffer."""
-    return flat_buffer([leaf[name] for leaf in memory])
-
-
-def split_memory(
-    leaves: Sequence[jax.ShapeDtypeStruct],
-    names: Sequence[str],
-    buffers: Iterable[Shaped[Array, " n"]],
-) -> State:
-    """Splits flat buffers into the memory of each leaf, a dict with a name for each buffer."""
-    entries = [leaves_of_buffer(buffer, leaves) for buffer in buffers]
-    return tuple(dict(zip(names, values)) for values in zip(*entries))
-
-
 def nothing(leaf: jax.ShapeDtypeStruct) -> tuple[()]:
     """Initial memory of a hook without memory."""
     del leaf
     return ()
 
 
-def check_hook(name: str, hook: Any) -> Hook:
-    """Returns a hook unchanged, and raises TypeError for other values."""
+def check_hook(name: str, hook: Any) -> None:
+    """Raises TypeError for a value that is not a hook."""
     check_has("apply", name, hook, "a fddp.Hook, one of fddp.hooks")
-    return hook
 
 
 def _plain(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:

@@ -86,7 +86,7 @@ def reductions(plan: BucketPlan, hook: Hook | None) -> tuple[Reduction, ...]:
             return Reduction(message.name, contents, plain(all_reduced, rounds), rounds=rounds)
         leaves = plan.leaves_of(bucket)
         forms = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        return Reduction(message.name, contents, partial(_hooked, hook, forms), index, rounds)
+        return Reduction(message.name, contents, partial(hooked, hook, forms), index, rounds)
 
     return tuple(reduction_of(index, message) for index, message in enumerate(plan.messages))
 
@@ -154,13 +154,14 @@ def by_leaf(plan: BucketPlan, hook_state: Any, memory: Memory) -> Any:
     return plan.treedef.unflatten(leaves)
 
 
-def _hooked(
+def hooked(
     hook: Hook,
     leaves: tuple[jax.ShapeDtypeStruct, ...],
     comm: Communicator,
     buffer: Shaped[Array, " n"],
     memory: State,
 ) -> tuple[Array, State]:
+    """Sums a bucket by a hook; raises TypeError unless the hook returns a pair."""
     result = hook.apply(comm, GradBucket(buffer, leaves), memory)
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"{hook.name}: apply must return (sum, memory), got {result!r:.60}.")
