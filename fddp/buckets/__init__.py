@@ -6,7 +6,7 @@ other.
 """
 
 from fddp.buckets.assignment import make_plan
-from fddp.buckets.bits import from_words, sub_byte, to_words
+from fddp.buckets.bits import from_words, to_words
 from fddp.buckets.device_parts import by_device, pack_device_parts, unpack_device_parts
 from fddp.buckets.loop_rounds import fill_rounds
 from fddp.buckets.messages import Messages, add_tail, place_scalars, scalar_dtype, take_tail

@@ -7,7 +7,6 @@ hooks, optim and runtime.
 
 from fddp.step.agreed import Agreed
 from fddp.step.bucket_plan import provisional_plan
-from fddp.step.buffers import average
 from fddp.step.call import accumulate_locally, compare, lower, ready, synchronize
 from fddp.step.checks import check_arrays as check_arrays
 from fddp.step.checks import check_filled as check_filled
@@ -21,7 +20,6 @@ from fddp.step.initial_state import described_start, first_form, first_state, re
 from fddp.step.inside import run_inside as run_inside
 from fddp.step.options import OptionArguments as OptionArguments
 from fddp.step.options import Options as Options
-from fddp.step.options import ScheduleName as ScheduleName
 from fddp.step.options import Shared as Shared
 from fddp.step.options import explained as explained
 from fddp.step.options import name_of as name_of

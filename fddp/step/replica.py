@@ -19,7 +19,7 @@ from fddp.jaxpr import differentiable
 from fddp.losses import Objective, Pending, Sums, contribute, folded, in_unit, mean, plus
 from fddp.losses import accumulate as in_micro_batches
 from fddp.optim import scale_of, scaled
-from fddp.step.buffers import Buffers, average, broadcast, keep
+from fddp.step.buffers import land_buffers, send_buffers
 from fddp.step.combinations import AXES, refuse
 from fddp.step.first_trace import FirstTrace
 from fddp.step.options import Options
@@ -100,7 +100,8 @@ class Replica:
 
     def tail(self, pending: Pending, rows: PyTree) -> tuple[Any, Any]:
         """Returns the values to send after the gradients, and the buffers to save for `mean`."""
-        buffers, saved = self.buffers.send(self.group.communicator, pending.model_state, rows)
+        option, comm = self.options.broadcast_buffers, self.group.communicator
+        buffers, saved = send_buffers(option, comm, pending.model_state, rows)
         return (pending.sums.used, pending.sums._replace(used=None), buffers), saved
 
     @property
@@ -112,11 +113,6 @@ class Replica:
     def plain(self) -> bool:
         """True if its messages are plain sums of gradients, each on one device."""
         return self.options.hook is None and not self.group.placement.other_axes
-
-    @property
-    def buffers(self) -> Buffers:
-        """The rule for the model state."""
-        return {True: broadcast, "mean": average, False: keep}[self.options.broadcast_buffers]()
 
     def reductions(self, plan: BucketPlan) -> tuple[Reduction, ...]:
         """Makes the reduction of each message, for each device of a replica separately."""
@@ -140,7 +136,8 @@ class Replica:
         grads = [jnp.zeros_like(params[i]) if received[i] is None else received[i] for i in chosen]
         means = mean(sums._replace(grads=grads))
         saved, broken = saved
-        model_state = self.buffers.land(self.group.communicator, state.model_state, buffers, saved)
+        option, comm = self.options.broadcast_buffers, self.group.communicator
+        model_state = land_buffers(option, comm, state.model_state, buffers, saved)
         if used is not None:
             used = _tree(plan.treedef, chosen, list(used.astype(jnp.int32)))
         grads = _tree(plan.treedef, chosen, means.grads)

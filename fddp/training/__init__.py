@@ -3,6 +3,6 @@
 This room imports step, sharding, and the rooms below step.
 """
 
-from fddp.training.make import train_step, updated
+from fddp.training.make import train_step
 from fddp.training.train_step import TrainStep
 from fddp.training.value_and_grad import value_and_grad

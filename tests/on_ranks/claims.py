@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 import fddp
-from fddp.step import ScheduleName
+from fddp.step.options import ScheduleName
 
 Case = TypeVar("Case")
 
