@@ -46,7 +46,7 @@ class ShardPlans:
     @cached_property
     def leaf_layouts(self) -> list[ShardLayout]:
         """The layout of each leaf in parts of replicas."""
-        return jax.tree.leaves(leaf_layouts(self.replica.group, self.agreed.state.params))
+        return jax.tree.leaves(leaf_layouts(self.replica.group, self.agreed.common.state.params))
 
 
 def unpack_sums(

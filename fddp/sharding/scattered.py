@@ -54,7 +54,7 @@ def gathered_last(replica: Replica, agreed: Agreed) -> Pieces:
         new_state, shards = split_shards(new_state._replace(params=params))
         return (new_state, _with_gathers(info, nbytes, order)), shards
 
-    run = params_checked(replica, forms_of(agreed.state.params), run)
+    run = params_checked(replica, forms_of(agreed.common.state.params), run)
     return Pieces(run, (*_scatters(plans), *_gathers(plans, order)))
 
 

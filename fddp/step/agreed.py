@@ -3,15 +3,22 @@
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
 
 from fddp.buckets import Bucket, BucketPlan, SentLeaf, scalar_dtype
 from fddp.step.bucket_plan import plan_buckets
 from fddp.step.first_trace import FirstTrace
 from fddp.step.replica import Replica
 from fddp.step.state import Mean, TrainState
+
+ROWS = 8  # of a batch that are hashed
+DIGEST = 16  # bytes
 
 
 class Seen(NamedTuple):
@@ -34,10 +41,9 @@ class Seen(NamedTuple):
     same program then."""
 
 
-class Agreed(NamedTuple):
-    """What the ranks agree on at the first batch."""
+class Common(NamedTuple):
+    """The facts of the first batch that were compared: they are equal on all ranks."""
 
-    plan: BucketPlan
     state: TrainState
     """Shapes and dtypes of the state that gradients are computed for, with whole arrays."""
     chosen: tuple[int, ...]
@@ -46,6 +52,17 @@ class Agreed(NamedTuple):
     """Shapes and dtypes of this process's rows."""
     outputs: Any
     """Shapes and dtypes of loss and aux."""
+    collectives: tuple[str, ...]
+    """Kinds of the loss's collectives."""
+    first: FirstTrace
+    """The contribution of the first micro-batch."""
+
+
+class Agreed(NamedTuple):
+    """What the ranks agree on at the first batch."""
+
+    plan: BucketPlan
+    common: Common
     uses: Sequence[int]
     """The position of each leaf's first use in the forward pass."""
     use: Callable[[TrainState, Mean], Any]
@@ -54,19 +71,6 @@ class Agreed(NamedTuple):
     def first_use(self, bucket: Bucket) -> int:
         """Finds the position of a bucket's first use in the forward pass."""
         return min(self.uses[i] for i in bucket.leaves)
-
-
-class Common(NamedTuple):
-    """The facts of the first batch that were compared: they are equal on all ranks."""
-
-    state: TrainState
-    chosen: tuple[int, ...]
-    rows: Any
-    outputs: Any
-    collectives: tuple[str, ...]
-    """Kinds of the loss's collectives."""
-    first: FirstTrace
-    """The contribution of the first micro-batch."""
 
 
 def merge(
@@ -102,15 +106,25 @@ def merge(
             for i in common.chosen
         },
     )
-    return Agreed(
-        plan=replace(plan, collectives=common.collectives),
-        state=common.state,
-        chosen=common.chosen,
-        rows=common.rows,
-        outputs=common.outputs,
-        uses=first.uses,
-        use=use,
-    )
+    return Agreed(replace(plan, collectives=common.collectives), common, first.uses, use)
+
+
+def digest_of_rows(batch: PyTree) -> bytes:
+    """Hashes the first rows of this process's batch into `DIGEST` bytes.
+
+    Zeros mean "unknown": `jax.ShapeDtypeStruct`s, arrays with parts in other processes, and
+    constant rows, which are placeholders for a trial.
+    """
+    arrays = list[np.ndarray]()
+    for x in jax.tree.leaves(batch):
+        if isinstance(x, jax.ShapeDtypeStruct) or not getattr(x, "is_fully_addressable", True):
+            return bytes(DIGEST)
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        arrays.append(np.asarray(x[:ROWS] if np.ndim(x) else x))
+    if all(x.size == 0 or np.all(x == x.flat[0]) for x in arrays):
+        return bytes(DIGEST)
+    return sha256(b"".join(x.tobytes() for x in arrays)).digest()[:DIGEST]
 
 
 def remarks(seen: Sequence[Seen]) -> list[str]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from fddp.buckets import BucketPlan, is_shard
+from fddp.buckets import is_shard
 from fddp.comm import Group, described, forms_of, shortened, verify
 from fddp.jax_internals import transformed
 from fddp.jaxpr import differentiable
@@ -202,17 +202,6 @@ def _shares(replica: Replica) -> str:
 def check_no_sync(replica: Replica) -> None:
     """Raises ValueError if the step's options exclude `no_sync`."""
     refuse(replica.asked | {"no_sync": "no_sync"})
-
-
-def check_paths(plan: BucketPlan, unplanned: Sequence[int]) -> None:
-    """Raises ValueError if a batch reaches leaves outside the plan, unlike the first batch."""
-    if unplanned:
-        names = ", ".join(plan.leaves[i].name for i in unplanned)
-        raise ValueError(
-            "this batch has other arrays than the first batch, and with them the loss uses "
-            f"{names}, to which it had no path before, so that no bucket contains them: make one "
-            "step for each kind of batch."
-        )
 
 
 # The messages of a lane in a compiled program.

@@ -23,11 +23,10 @@ from fddp.jaxpr import (
     wiring,
 )
 from fddp.losses import Pending, contribute, reached, unjoined
-from fddp.step.agreed import Common, Seen
+from fddp.step.agreed import Common, Seen, digest_of_rows
 from fddp.step.bucket_plan import provisional_plan, sent_in_rounds
 from fddp.step.checks import check_batch, check_trained
 from fddp.step.combinations import COLLECTIVES, refuse
-from fddp.step.first_rows import digest
 from fddp.step.first_trace import FirstTrace
 from fddp.step.replica import Replica, no_sums
 from fddp.step.state import TrainState, check_state, form_of
@@ -45,14 +44,17 @@ def look(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Common, Se
     program = straighten(first.program)
     _check_effects(replica, program)
     in_rounds = sent_in_rounds(replica, state.params, program)
+    order = chosen[::-1]
+    if replica.options.order != "reverse":
+        order = [chosen[k] for k in ready_order(program, len(chosen))]
     several = replica.group.processes > 1
     seen = Seen(
-        order=_order(replica, program, [in_rounds.get(i, SentLeaf(i)) for i in chosen]),
+        order=[in_rounds.get(i, SentLeaf(i)) for i in order],
         # The program's inputs are the step number, the parameters, and the rest of the state.
         uses=first_uses(program)[1:],
         has_path=dict(zip(chosen, paths(replica, state, batch))),
         touched=dict(zip(chosen, touched_rows(program))),
-        rows=digest(unjoined(batch)) if several else b"",
+        rows=digest_of_rows(unjoined(batch)) if several else b"",
         wiring=wiring(program) if several else b"",
         program=text_digest(program) if several and in_rounds else "",
     )
@@ -88,10 +90,13 @@ def described_batch(
 
 def paths(replica: Replica, state: TrainState, batch: PyTree) -> tuple[bool, ...]:
     """Marks the trained leaves with a path to the loss; all, without `find_unused_parameters`."""
+    if not replica.options.find_unused_parameters:
+        return (True,) * len(replica.chosen(state.params))
     marks: list[tuple[bool, ...]] = []
 
     def program(state: TrainState, batch: PyTree) -> None:
-        marks.append(marked_paths(replica, state, _part(replica, batch)))
+        micro_batch = jax.tree.map(lambda x: x[: x.shape[0] // replica.micro_batches], batch)
+        marks.append(reached(*replica.arguments(state, no_sums(state), micro_batch)))
 
     trace(replica.group.placement, program, state, batch)
     return marks[0]
@@ -127,21 +132,8 @@ def _gradients(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Firs
     )
 
 
-def _order(replica: Replica, program: ClosedJaxpr, units: Sequence[SentLeaf]) -> list[SentLeaf]:
-    """Sorts leaves and slices by readiness, or in reverse with `order="reverse"`."""
-    if replica.options.order == "reverse":
-        return list(units[::-1])
-    return [units[k] for k in ready_order(program, len(units))]
-
-
-def _part(replica: Replica, batch: PyTree) -> Any:
-    """Cuts the first micro-batch from a batch."""
-    return jax.tree.map(lambda x: x[: x.shape[0] // replica.micro_batches], batch)
-
-
 def _check_effects(replica: Replica, program: ClosedJaxpr) -> None:
-    """Raises ValueError for effects that no program of several devices has, and for collectives
-    that do not work with an option."""
+    """Raises ValueError for effects or collectives that the step's program cannot have."""
     placement = replica.group.placement
     several = placement.on_mesh and placement.axis_size * placement.devices_of_replica > 1
     if several and not replica.strategy.replicas and (effects := ordered(program)):
@@ -150,15 +142,5 @@ def _check_effects(replica: Replica, program: ClosedJaxpr) -> None:
             "device only: use jax.lax.psum or pmean over group.axis_name for mpi4jax's calls, or "
             "fddp.init('mpi'); leave ordered=True out of prints and callbacks."
         )
-    kinds = collectives(program)
-    if kinds:
-        refuse(
-            replica.asked | {COLLECTIVES: f"collectives in the loss ({', '.join(sorted(kinds))})"}
-        )
-
-
-def marked_paths(replica: Replica, state: TrainState, micro_batch: PyTree) -> tuple[bool, ...]:
-    """Marks the trained leaves with a path to the loss; all, without `find_unused_parameters`."""
-    if not replica.options.find_unused_parameters:
-        return (True,) * len(replica.chosen(state.params))
-    return reached(*replica.arguments(state, no_sums(state), micro_batch))
+    if kinds := ", ".join(sorted(collectives(program))):
+        refuse(replica.asked | {COLLECTIVES: f"collectives in the loss ({kinds})"})

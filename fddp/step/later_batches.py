@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets import split_shards, whole_forms
 from fddp.comm import forms_of
-from fddp.step.checks import check_batch, check_params, check_paths
+from fddp.step.checks import check_batch, check_params
 from fddp.step.first_batch import paths
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
@@ -38,7 +38,7 @@ def admit(settled: "Settled", tree: PyTree, state: TrainState, batch: PyTree) ->
     fit = fit_of(replica, tree, state, batch)
     if fit in checked_forms.fits:
         return settled
-    check_params(replica, forms_of(settled.agreed.state.params), whole_forms(state.params))
+    check_params(replica, forms_of(settled.agreed.common.state.params), whole_forms(state.params))
     gradient_state = check_layout(replica, state)
     check_batch(replica, batch)
     share = checked_forms.share
@@ -52,12 +52,19 @@ def admit(settled: "Settled", tree: PyTree, state: TrainState, batch: PyTree) ->
 
 
 def _check_program(replica: Replica, agreed: Agreed, state: TrainState, batch: PyTree) -> None:
-    """Raises ValueError if a batch's program reaches leaves outside the plan."""
+    """Raises ValueError if a batch reaches leaves outside the plan, unlike the first batch."""
+    leaves, chosen = agreed.plan.leaves, agreed.common.chosen
     planned = {i for bucket in agreed.plan.buckets for i in bucket.leaves}
-    left_out = {i for i in agreed.chosen if agreed.plan.leaves[i].nbytes and i not in planned}
+    left_out = {i for i in chosen if leaves[i].nbytes and i not in planned}
     if left_out:
-        has_path = zip(agreed.chosen, paths(replica, state, batch))
-        check_paths(agreed.plan, [i for i, path in has_path if path and i in left_out])
+        has_path = zip(chosen, paths(replica, state, batch))
+        names = [leaves[i].name for i, path in has_path if path and i in left_out]
+        if names:
+            raise ValueError(
+                "this batch has other arrays than the first batch, and with them the loss uses "
+                f"{', '.join(names)}, to which it had no path before, so that no bucket contains "
+                "them: make one step for each kind of batch."
+            )
 
 
 def fit_of(replica: Replica, tree: PyTree, state: TrainState, batch: PyTree) -> Any:

@@ -63,7 +63,7 @@ class Settled(NamedTuple):
     @property
     def undivided(self) -> bool:
         """True if batches are not divided into rows: each micro-batch takes one whole batch."""
-        return isinstance(unjoined(self.agreed.rows), Undivided)
+        return isinstance(unjoined(self.agreed.common.rows), Undivided)
 
     @property
     def is_one_program(self) -> bool:

@@ -107,7 +107,7 @@ def packing(replica: Replica, plan: BucketPlan, params: PyTree) -> tuple[Pack, U
 def _whole_pieces(replica: Replica, agreed: Agreed) -> Pieces:
     """Makes the pieces of a step with whole states, which sums all gradients."""
     plan = agreed.plan
-    packed, unpacked = packing(replica, plan, agreed.state.params)
+    packed, unpacked = packing(replica, plan, agreed.common.state.params)
 
     def run(
         state: TrainState, pending: Pending | None, shards: PyTree, rows: PyTree, send: Send

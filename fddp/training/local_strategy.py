@@ -118,7 +118,7 @@ class _Steps:
     def exchange(self) -> Pieces:
         """Makes a local step that averages the changes of all replicas, each with weight 1."""
         replica, plan = self.replica, self.agreed.plan
-        packed, unpacked = packing(replica, plan, self.agreed.state.params)
+        packed, unpacked = packing(replica, plan, self.agreed.common.state.params)
 
         def run(state: TrainState, pending: Any, shards: Any, rows: Any, send: Send) -> Result:
             local, info = self._trained(state, shards, rows)

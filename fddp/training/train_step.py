@@ -111,7 +111,7 @@ class TrainStep(SettledStep):
         state, info = synchronize(settled, state, args)
         self.steps += 1
         self.training.step, self.training.number = state.step, number
-        self.skips.note(self.group, settled.plan, settled.agreed.chosen, number, info)
+        self.skips.note(self.group, settled.plan, settled.agreed.common.chosen, number, info)
         self._check(state, self.steps)
         return state, info
 

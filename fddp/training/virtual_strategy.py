@@ -112,8 +112,8 @@ def _arithmetic(replica: Replica, agreed: Agreed) -> tuple[list[Message], dict[s
         return add_tail(wide, pack(wide, grads), tail)
 
     placement = one_of(replica, 0).group.placement
-    rows = of_one_replica(agreed.rows, replica.replicas // replica.group.processes)
-    arguments = forms_of(agreed.state), (rows, jax.ShapeDtypeStruct((1,), np.int32))
+    rows = of_one_replica(agreed.common.rows, replica.replicas // replica.group.processes)
+    arguments = forms_of(agreed.common.state), (rows, jax.ShapeDtypeStruct((1,), np.int32))
     _, (forms, _) = trace(placement, contribution, *arguments)
     messages = jax.eval_shape(lambda outputs: packed(_widened(outputs)), forms)
 

@@ -12,8 +12,7 @@ import fddp
 from fddp.buckets import SentLeaf
 from fddp.sharding import sharded
 from fddp.step import WHOLE_STATE, Agreed, Replica, Strategy, TrainState
-from fddp.step.agreed import Common, Seen, merge, remarks
-from fddp.step.first_rows import DIGEST, ROWS, digest
+from fddp.step.agreed import DIGEST, ROWS, Common, Seen, digest_of_rows, merge, remarks
 
 Groups = Callable[[int], fddp.Group]
 X = np.random.default_rng(0).normal(size=(12, 3))
@@ -95,9 +94,9 @@ def test_loops_hold_sums_only_if_all_ranks_have_one_program(
 
 
 def test_equal_first_rows_have_one_digest_wherever_they_lie():
-    assert digest(np.float32(X)) == digest(jnp.float32(X))
-    assert digest(np.float32(X)) != digest(np.float32(X[::-1]))
-    assert digest(np.float32(X)) == digest(np.float32(np.concatenate([X[:ROWS], X])))
+    assert digest_of_rows(np.float32(X)) == digest_of_rows(jnp.float32(X))
+    assert digest_of_rows(np.float32(X)) != digest_of_rows(np.float32(X[::-1]))
+    assert digest_of_rows(np.float32(X)) == digest_of_rows(np.float32(np.concatenate([X[:ROWS], X])))
 
 
 @pytest.mark.parametrize(
@@ -111,11 +110,11 @@ def test_equal_first_rows_have_one_digest_wherever_they_lie():
     ],
 )
 def test_of_rows_that_are_made_up_nothing_is_told(batch: Any):
-    assert digest(batch) == bytes(DIGEST)
+    assert digest_of_rows(batch) == bytes(DIGEST)
 
 
 def test_ranks_that_pass_the_same_rows_are_named():
-    same, other, unknown = digest(X), digest(X[1:]), bytes(DIGEST)
+    same, other, unknown = digest_of_rows(X), digest_of_rows(X[1:]), bytes(DIGEST)
     (words,) = remarks([saw(0, rows=rows) for rows in (same, other, unknown, same, unknown)])
     assert words.startswith("fddp: ranks 0, 3 pass the same first rows") and "fddp.samples" in words
     assert remarks([saw(0, rows=rows) for rows in (same, other, unknown, unknown)]) == []
