@@ -39,11 +39,8 @@ class ReportLine(NamedTuple):
     """Advice if something is missing, else empty."""
 
 
-def examine() -> tuple[ReportLine, ...]:
-    return tuple(_findings())
-
-
-def _findings() -> Iterator[ReportLine]:
+def examine() -> Iterator[ReportLine]:
+    """Looks at the installation and at this process, line by line."""
     yield ReportLine("Python", platform.python_version())
     yield ReportLine("fddp", fddp_version())
     for name in PACKAGES:

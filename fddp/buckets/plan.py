@@ -130,7 +130,12 @@ class BucketPlan:
     @property
     def summary(self) -> str:
         """The plan in a few words: "2 of 2 leaves in 1 bucket, 0.001 MiB"."""
-        return summary_of(self)
+        count = len({i for b in self.buckets for i in b.leaves})
+        total = sum(b.nbytes for b in self.buckets) / MiB
+        return (
+            f"{count} of {len(self.leaves)} leaves "
+            f"in {_counted(len(self.buckets), 'bucket')}, {total:.3f} MiB"
+        )
 
     @cached_property
     def digest(self) -> str:
@@ -142,7 +147,24 @@ class BucketPlan:
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        return text_of(self)
+        rows = [("bucket", "leaves", "MiB", "dtype", "names, in the order they become ready")]
+        for k, bucket in enumerate(self.buckets):
+            size = f"{bucket.nbytes / MiB:.3f}"
+            names = _abridged(bucket.names) + _how_sent(bucket)
+            rows.append((str(k), str(len(bucket.leaves)), size, str(bucket.dtype), names))
+        lines = [*table(rows), self.summary]
+        if self.parts > 1:
+            padding = _counted(self.padding, "byte")
+            lines.append(
+                f"each is scattered to {self.parts} replicas and gathered, with {padding} of padding"
+            )
+        if self.collectives:
+            lines.append(f"the loss has collectives of its own: {', '.join(self.collectives)}")
+        scalars = f"ride in {self.carrier.name}"
+        if self.carrier.bucket is None:
+            scalars = "travel in a separate all-reduce"
+        lines.append(f"loss and metrics {scalars}; digest {self.digest}")
+        return "\n".join(lines)
 
     _repr_html_ = preformatted
 
@@ -159,41 +181,6 @@ def at_least(dtype: DTypeLike, least: DTypeLike) -> np.dtype:
     if jnp.issubdtype(dtype, jnp.inexact):
         dtype = jnp.promote_types(dtype, least)
     return np.dtype(dtype)
-
-
-### As text
-
-
-def text_of(plan: BucketPlan) -> str:
-    """Formats a plan as a table, with its summary, its scalars and its digest below."""
-    rows = [("bucket", "leaves", "MiB", "dtype", "names, in the order they become ready")]
-    for k, bucket in enumerate(plan.buckets):
-        size = f"{bucket.nbytes / MiB:.3f}"
-        names = _abridged(bucket.names) + _how_sent(bucket)
-        rows.append((str(k), str(len(bucket.leaves)), size, str(bucket.dtype), names))
-    lines = [*table(rows), summary_of(plan)]
-    if plan.parts > 1:
-        padding = _counted(plan.padding, "byte")
-        lines.append(
-            f"each is scattered to {plan.parts} replicas and gathered, with {padding} of padding"
-        )
-    if plan.collectives:
-        lines.append(f"the loss has collectives of its own: {', '.join(plan.collectives)}")
-    scalars = f"ride in {plan.carrier.name}"
-    if plan.carrier.bucket is None:
-        scalars = "travel in a separate all-reduce"
-    lines.append(f"loss and metrics {scalars}; digest {plan.digest}")
-    return "\n".join(lines)
-
-
-def summary_of(plan: BucketPlan) -> str:
-    """Formats the numbers of leaves and buckets, and the size of all messages."""
-    count = len({i for b in plan.buckets for i in b.leaves})
-    total = sum(b.nbytes for b in plan.buckets) / MiB
-    return (
-        f"{count} of {len(plan.leaves)} leaves "
-        f"in {_counted(len(plan.buckets), 'bucket')}, {total:.3f} MiB"
-    )
 
 
 def _abridged(names: tuple[str, ...], width: int = 64) -> str:

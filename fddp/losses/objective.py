@@ -60,7 +60,7 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
         if not isinstance(batch, Joined):
             batch = Joined(batch, 1, 1)
         batch, share, divisor, _ = batch
-        rows = _rows(batch)  # 1 for an undivided batch
+        rows = jnp.shape(jax.tree.leaves(batch)[0])[0]  # 1 for an undivided batch
         if isinstance(batch, Undivided):
             batch = jax.tree.map(lambda x: x[0], batch.rows)
         extra = {"model_state": model_state, "rng": rng}
@@ -91,7 +91,3 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
         )
 
     return objective
-
-
-def _rows(batch: PyTree) -> int:
-    return jnp.shape(jax.tree.leaves(batch)[0])[0]

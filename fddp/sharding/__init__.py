@@ -3,5 +3,5 @@
 This room imports step and the rooms below it.
 """
 
-from fddp.sharding.shared_state import sharded
+from fddp.sharding.shared_state import Sharded
 from fddp.sharding.whole import whole

@@ -32,11 +32,6 @@ from fddp.step.schedules import Pieces
 from fddp.wording import leaf_name
 
 
-def sharded(shared: Shared) -> Strategy:
-    """Makes the strategy of a sharded optimizer's state, or of a wholly sharded state."""
-    return Sharded(shared=shared, name=f"shard={shared!r}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sharded(Strategy):
     """Each replica holds and updates a part of each leaf of the state."""

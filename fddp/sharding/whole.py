@@ -127,12 +127,7 @@ def _of_ranks(ranks: tuple[int, ...]) -> Group:
 def _joined(shard_parts: Sequence[jax.Array], forms: Sequence[Shard]) -> list[jax.Array]:
     # JAX cannot reshape a dim that lies along an Explicit axis.
     shard_parts = [resharded(x, REPLICATED) for x in shard_parts]
-    return list(map(_joined_array, shard_parts, forms))
-
-
-def _joined_array(x: jax.Array, form: Shard) -> jax.Array:
-    """Joins an array's parts."""
-    return form.layout.join(x)
+    return [form.layout.join(x) for x, form in zip(shard_parts, forms)]
 
 
 @device_cache

@@ -44,7 +44,7 @@ def look(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Common, Se
     program = straighten(first.program)
     _check_effects(replica, program)
     in_rounds = sent_in_rounds(replica, state.params, program)
-    order = chosen[::-1]
+    order = list(chosen[::-1])
     if replica.options.order != "reverse":
         order = [chosen[k] for k in ready_order(program, len(chosen))]
     several = replica.group.processes > 1

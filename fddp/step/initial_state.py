@@ -15,7 +15,7 @@ import optax
 from jaxtyping import PyTree
 
 from fddp.buckets import from_words, insert_shards, split_shards, to_words
-from fddp.comm import REPLICATED, Group, described, laid_out, shortened, specs
+from fddp.comm import REPLICATED, Group, described, forms_of, laid_out, shortened, specs
 from fddp.jax_internals import without_context_mesh
 from fddp.jaxpr import join_leaves, split_leaves
 from fddp.losses import not_numeric
@@ -107,15 +107,12 @@ def first_form(
     replica: Replica, optimizer: Optimizer, params: PyTree, model_state: PyTree, rng: PyTree
 ) -> TrainState:
     """Returns shapes and dtypes of the first state, computing nothing."""
-
-    def first(params: PyTree, model_state: PyTree, rng: PyTree) -> TrainState:
-        return TrainState(jnp.zeros((), jnp.int32), params, None, model_state, (), None, rng)
-
     check_arrays(params)
-    state = jax.eval_shape(first, params, model_state, rng)
-    opt_state = jax.eval_shape(optimizer.init, replica.trained(state.params))
+    number, params, model_state, rng = forms_of((np.int32(0), params, model_state, rng))
+    opt_state = jax.eval_shape(optimizer.init, replica.trained(params))
     hook_state = hook_state_form(replica, params)
-    return form_in_shards(replica, state._replace(opt_state=opt_state, hook_state=hook_state))
+    state = TrainState(number, params, opt_state, model_state, hook_state, None, rng)
+    return form_in_shards(replica, state)
 
 
 def _from_first_replica(group: Group, tree: PyTree) -> Any:

@@ -17,12 +17,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fddp.buckets import BucketPlan
-from fddp.comm import REPLICATED, Placement, as_program, forms_of, specs, verify
+from fddp.comm import REPLICATED, as_program, forms_of, specs, verify
 from fddp.losses import Undivided, unjoined
-from fddp.step.agreed import Agreed, Common, Seen, merge, remarks
+from fddp.step.agreed import Agreed, Seen, merge, remarks
 from fddp.step.checks import params_checked
 from fddp.step.first_batch import described_batch, look
-from fddp.step.first_trace import FirstTrace
 from fddp.step.later_batches import CheckedForms, fit_of, form_of_batch
 from fddp.step.options import ScheduleName
 from fddp.step.replica import Replica
@@ -84,36 +83,31 @@ def settle(
     forms = forms_of(common.state.params)
     unit = np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches
     objective = params_checked(replica, forms, replica.objective)
-    replica = replace(replica, unit=unit, objective=objective, first=_reused(replica, common))
+    # The step evaluates the trace of the first batch again, if it computes the same.
+    other = replica.strategy.replicas or group.placement.other_axes
+    first = None if other or replica.options.find_unused_parameters else common.first
+    replica = replace(replica, unit=unit, objective=objective, first=first)
     layout = specs(group.placement, common.state._replace(accumulated=None, hook_state=()))
     use_mean = params_checked(replica, forms, partial(use, replica, layout))
     agreed = merge(replica, common, seen, use_mean)
     fit = fit_of(replica, jax.tree.structure(state), state, batch)
     share = local_form(group.placement, state)
+    per_replica = group.placement.per_replica
+    accumulate = group.placement.program(
+        as_program(group.placement, replica.accumulate),
+        (REPLICATED, per_replica, per_replica),
+        (per_replica, REPLICATED),
+        donate=(1,) if replica.options.donate else (),
+    )
     return Settled(
         replica=replica,
         agreed=agreed,
         runner=replica.strategy.runner(
             SCHEDULES[replica.options.schedule], _in_lane(replica), agreed
         ),
-        accumulate=_accumulating(group.placement, replica),
+        accumulate=accumulate,
         checked_forms=CheckedForms((fit,), frozenset({form_of_batch(batch)}), share),
     )
-
-
-def _reused(replica: Replica, common: Common) -> FirstTrace | None:
-    """The trace of the first batch, if the step's program computes the same."""
-    other = replica.strategy.replicas or replica.group.placement.other_axes
-    return None if other or replica.options.find_unused_parameters else common.first
-
-
-def _accumulating(placement: Placement, replica: Replica) -> jax.stages.Wrapped:
-    """Makes the program of `no_sync`."""
-    per_replica = placement.per_replica
-    in_specs = (REPLICATED, per_replica, per_replica)
-    donated = (1,) if replica.options.donate else ()
-    run = as_program(placement, replica.accumulate)
-    return placement.program(run, in_specs, (per_replica, REPLICATED), donate=donated)
 
 
 def _in_lane(replica: Replica) -> Replica:

@@ -198,13 +198,9 @@ def _check_memory(replica: Replica, state: TrainState) -> None:
 
 
 def _kinds(state: TrainState) -> list[tuple[Any, ...]]:
-    return list(map(_kind, leaves_with_shards((state.params, state.opt_state, state.model_state))))
-
-
-def _kind(x: Any) -> tuple[Any, ...]:
-    if is_shard(x):
-        return True, jnp.shape(x.parts)
-    return False, jnp.shape(x)
+    """Lists whether each leaf is in a shard, and the shape of its array."""
+    leaves = leaves_with_shards((state.params, state.opt_state, state.model_state))
+    return [(is_shard(x), jnp.shape(x.parts if is_shard(x) else x)) for x in leaves]
 
 
 def first_hook_state(replica: Replica, params: PyTree) -> Any:

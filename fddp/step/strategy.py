@@ -77,8 +77,19 @@ class Strategy:
         return replica
 
     def pieces(self, replica: Replica, agreed: Agreed) -> Pieces:
-        """Makes the pieces of a step."""
-        return _whole_pieces(replica, agreed)
+        """Makes the pieces of a step; here one with whole states, which sums all gradients."""
+        plan = agreed.plan
+        packed, unpacked = packing(replica, plan, agreed.common.state.params)
+
+        def run(
+            state: TrainState, pending: Pending | None, shards: PyTree, rows: PyTree, send: Send
+        ) -> tuple[Any, Any]:
+            messages, saved = replica.local(packed, state, pending, rows)
+            received, nbytes = send(messages)
+            mean = replica.mean(plan, unpacked, state, received, saved, nbytes)
+            return agreed.use(state, mean), shards
+
+        return Pieces(run, replica.reductions(plan))
 
     def runner(self, schedule: Schedule, replica: Replica, agreed: Agreed) -> Runner:
         """Makes the runner of a step."""
@@ -102,19 +113,3 @@ def packing(replica: Replica, plan: BucketPlan, params: PyTree) -> tuple[Pack, U
         return unpack_device_parts(axes, plan, messages, layout, of_received)
 
     return partial(pack_device_parts, axes, plan, where=layout), unpacked
-
-
-def _whole_pieces(replica: Replica, agreed: Agreed) -> Pieces:
-    """Makes the pieces of a step with whole states, which sums all gradients."""
-    plan = agreed.plan
-    packed, unpacked = packing(replica, plan, agreed.common.state.params)
-
-    def run(
-        state: TrainState, pending: Pending | None, shards: PyTree, rows: PyTree, send: Send
-    ) -> tuple[Any, Any]:
-        messages, saved = replica.local(packed, state, pending, rows)
-        received, nbytes = send(messages)
-        mean = replica.mean(plan, unpacked, state, received, saved, nbytes)
-        return agreed.use(state, mean), shards
-
-    return Pieces(run, replica.reductions(plan))

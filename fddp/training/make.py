@@ -14,7 +14,7 @@ from fddp.jaxpr import with_trained
 from fddp.losses import check_callable, make_objective
 from fddp.optim import DynamicScaleState, gradients_finite, recorded, skipped, update
 from fddp.runtime import group_of
-from fddp.sharding import sharded
+from fddp.sharding import Sharded
 from fddp.step import (
     WHOLE_STATE,
     Mean,
@@ -88,7 +88,7 @@ def strategy_of(options: Options) -> Strategy:
         count = options.virtual_replicas
         return VirtualStrategy(name=f"virtual_replicas={count}", replicas=count)
     if options.shard:
-        return sharded(options.shard)
+        return Sharded(shared=options.shard, name=f"shard={options.shard!r}")
     return WHOLE_STATE
 
 
