@@ -150,8 +150,9 @@ def _bucket(leaves: Sequence[Leaf], sent: Sequence[SentLeaf]) -> Bucket:
 
 def _leaf(path: jax.tree_util.KeyPath, value: Any) -> Leaf:
     name = leaf_name(path)
+    form = value
     if isinstance(value, int | float | complex) and not hasattr(value, "dtype"):
-        value = jax.eval_shape(lambda: jnp.asarray(value))
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        form = jax.eval_shape(lambda: jnp.asarray(value))
+    if not hasattr(form, "shape") or not hasattr(form, "dtype"):
         raise TypeError(f"leaf {name!r} must be an array, got {type(value).__name__}.")
-    return Leaf(name, tuple(value.shape), np.dtype(value.dtype))
+    return Leaf(name, tuple(form.shape), np.dtype(form.dtype))

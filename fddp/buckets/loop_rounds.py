@@ -25,11 +25,6 @@ def fill_rounds(
 
     `loops` maps the index of a leaf to the place of its loop in the program and the number of
     rounds, `places` to the place of the last equation of its gradient.
-
-    >>> import numpy as np
-    >>> tree = {"head": np.zeros(256, np.float32), "kernel": np.zeros((6, 256, 256), np.float32)}
-    >>> fill_rounds(tree, {1: (3, 6)}, {0: 2, 1: 3}, bucket_cap_mb=1)[1].rounds
-    6
     """
     leaves = plan_of_sent(tree, ()).leaves
     bytes_of = Counter[tuple[Any, int]]()  # of a dtype and loop

@@ -113,13 +113,6 @@ def place_scalars(
 
     With `early` it is the first such bucket, as every update needs the summed weight. Without one,
     or if a hook rounds buckets or unused ones are skipped (`exact=False`), they get an all-reduce.
-
-    >>> from fddp import make_plan
-    >>> plan = make_plan({"w": np.zeros(3, "f4"), "b": np.zeros(3, "f4")}, bucket_cap_mb=0)
-    >>> [message.scalars for message in plan.messages]
-    [False, True]
-    >>> [message.name for message in place_scalars(plan, exact=False).messages]
-    ['bucket 0', 'bucket 1', 'tail']
     """
     bits = jnp.finfo(dtype).bits
     messages = list(map(Message, range(len(plan.buckets))))

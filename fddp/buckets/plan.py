@@ -154,9 +154,9 @@ class BucketPlan:
             rows.append((str(k), str(len(bucket.leaves)), size, str(bucket.dtype), names))
         lines = [*table(rows), self.summary]
         if self.parts > 1:
-            padding = _counted(self.padding, "byte")
             lines.append(
-                f"each is scattered to {self.parts} replicas and gathered, with {padding} of padding"
+                f"each is scattered to {self.parts} replicas and gathered, with "
+                f"{_counted(self.padding, 'byte')} of padding"
             )
         if self.collectives:
             lines.append(f"the loss has collectives of its own: {', '.join(self.collectives)}")

@@ -22,16 +22,7 @@ def plan_with_table_rows(
     order: Sequence[SentLeaf],
     **caps: Any,
 ) -> BucketPlan:
-    """Makes a plan that sends leaves as rows, in separate buckets, if enough bytes are saved.
-
-    >>> import numpy as np
-    >>> tree = {"bias": np.zeros(8, np.float32), "embed": np.zeros((9000, 8), np.float32)}
-    >>> order = SentLeaf(0), SentLeaf(1)
-    >>> [bucket.rows for bucket in plan_with_table_rows(tree, {1: 64}, 2, order=order).buckets]
-    [None, Rows(most=64, of=9000)]
-    >>> [bucket.rows for bucket in plan_with_table_rows(tree, {1: 8000}, 2, order=order).buckets]
-    [None]
-    """
+    """Makes a plan that sends leaves as rows, in separate buckets, if enough bytes are saved."""
     leaves = plan_of_sent(tree, ()).leaves
     sparse: dict[int, Bucket] = {}
     for i, _, rounds in order:

@@ -36,20 +36,7 @@ class Divided(NamedTuple):
 
 
 def divided(optimizer: optax.GradientTransformation, params: PyTree, loss: Any = SCALAR) -> Divided:
-    """Divides an optimizer's update over ranks, as far as its program allows.
-
-    >>> import jax, optax
-    >>> params = {
-    ...     "b": jax.ShapeDtypeStruct((3,), "float32"),
-    ...     "w": jax.ShapeDtypeStruct((3, 4), "float32"),
-    ... }
-    >>> divided(optax.adamw(0.1), params).owned
-    {}
-    >>> divided(optax.contrib.muon(0.1), params).owned
-    {1: 'scan'}
-    >>> divided(optax.flatten(optax.adam(0.1)), params).refused
-    {0: 'concatenate of several leaves', 1: 'concatenate of several leaves'}
-    """
+    """Divides an optimizer's update over ranks, as far as its program allows."""
 
     def call(grads: PyTree, opt_state: PyTree, params: PyTree, value: Any) -> Any:
         return updates_of(optimizer, grads, opt_state, params, value=value, grad=grads)

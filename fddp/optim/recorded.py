@@ -23,13 +23,7 @@ SKIPPING = (DynamicScaleState, optax.ApplyIfFiniteState, optax.MultiStepsState)
 
 
 def recorded(opt_state: PyTree, name: str) -> Float[Array, ""] | None:
-    """Finds the number that an optimizer recorded as `name`; None unless exactly one matches.
-
-    >>> import jax.numpy as jnp, optax
-    >>> optimizer = optax.chain(optax.snapshot("grad_norm", optax.tree.norm), optax.sgd(0.1))
-    >>> recorded(optimizer.init(jnp.array([3.0, 4.0])), "grad_norm")
-    Array(5., dtype=float32)
-    """
+    """Finds the number that an optimizer recorded as `name`; None unless exactly one matches."""
 
     def written(path: Any, value: Any) -> bool:
         return (
@@ -43,15 +37,7 @@ def recorded(opt_state: PyTree, name: str) -> Float[Array, ""] | None:
 
 
 def skipped(opt_state: PyTree, grads: PyTree) -> Bool[Array, ""] | None:
-    """True if the update of `grads` that returned `opt_state` skipped them; None if the optimizer
-    never skips a step.
-
-    >>> import jax.numpy as jnp, optax
-    >>> optimizer, grads = optax.apply_if_finite(optax.sgd(0.1), 5), jnp.array([jnp.nan])
-    >>> updates, opt_state = optimizer.update(grads, optimizer.init(grads))
-    >>> bool(skipped(opt_state, grads))
-    True
-    """
+    """True if the update from `grads` to `opt_state` skipped a step; None if it never does."""
     flags = [flag for node in _nodes(opt_state) for flag in _skips(node, grads)]
     if not flags:
         return None

@@ -35,8 +35,7 @@ def optimizer_laid_out(
 def map_state(
     map_params: Callable[..., Any], map_leaf: Callable[..., Any], params: PyTree, *states: Any
 ) -> Any:
-    """Maps one function over the subtrees of optimizer states like `params`, another over all other
-    leaves, such as step counts."""
+    """Maps a function over the states' subtrees like `params`, another over their other leaves."""
     # `optax.tree_map_params` calls the optimizer with placeholders, which break functions that
     # label parameters by their path. So subtrees are recognized by structure.
 

@@ -49,14 +49,6 @@ def update(
     all. State that belongs to no single leaf, such as a step count or a vector of all leaves, is
     updated if a used leaf's update reads it: an unused part of `optax.partition` keeps its count,
     while one Adam for all parts counts every step.
-
-    >>> import jax.numpy as jnp, optax
-    >>> from fddp.optim.updates import update
-    >>> decay, ones = optax.add_decayed_weights(-0.5), {"a": jnp.ones(()), "b": jnp.ones(())}
-    >>> zeros, used = {"a": 0.0, "b": 0.0}, {"a": 2, "b": 0}
-    >>> params, _ = update(decay, zeros, decay.init(ones), ones, used=used)
-    >>> {name: float(x) for name, x in params.items()}
-    {'a': 0.5, 'b': 1.0}
     """
     updated = partial(updates_of, optimizer, grads, params=params, value=value, grad=grads)
     updates, new_state = updated(opt_state)
@@ -151,8 +143,7 @@ def _missing(message: str) -> str:
 
 
 def _other_form(updates: PyTree, params: PyTree) -> str:
-    """Describes the gradients that an update requires, if its updates have other shapes than the
-    parameters; else ''."""
+    """Describes the gradients that an update requires, if its updates have other shapes; or ""."""
     new, new_tree = jax.tree.flatten(updates)
     old, old_tree = jax.tree.flatten(params)
     shapes = [

@@ -24,11 +24,7 @@ from fddp.jaxpr import LeafWork, RunWhole
 
 
 def dealt(costs: Mapping[int, int], replicas: int) -> dict[int, int]:
-    """Assigns an owner to each leaf: the costliest leaf first, to the least loaded replica.
-
-    >>> dealt({0: 3, 1: 9, 2: 4, 3: 4}, 2)
-    {1: 0, 2: 1, 3: 1, 0: 1}
-    """
+    """Assigns an owner to each leaf: the costliest leaf first, to the least loaded replica."""
     loads = [0] * replicas
     owners = dict[int, int]()
     for leaf in sorted(costs, key=lambda leaf: (-costs[leaf], leaf)):

@@ -116,10 +116,7 @@ PAIRS: dict[str, dict[str, tuple[str, str]]] = {
 
 
 def refuse(features: Mapping[str, str]) -> None:
-    """Raises ValueError if two features of a step are incompatible.
-
-    >>> refuse({"hook": "hook=bf16", "shard": "shard='state'"})
-    """
+    """Raises ValueError if two features of a step are incompatible."""
     for one, others in PAIRS.items():
         for other, (why, instead) in others.items():
             if one in features and other in features:

@@ -4,7 +4,6 @@ These are the ready order of the gradients, the unused parameters, and the loops
 layer by layer.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax

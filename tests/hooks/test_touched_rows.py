@@ -91,7 +91,9 @@ def test_rows_travel_where_these_save_enough_bytes():
 
 def test_what_no_batch_has_touched_yet_stays_whole():
     assert (
-        plan_with_table_rows(jax.ShapeDtypeStruct((100_000, 4), "float32"), {0: 0}, 2, order=[SentLeaf(0)])
+        plan_with_table_rows(
+            jax.ShapeDtypeStruct((100_000, 4), "float32"), {0: 0}, 2, order=[SentLeaf(0)]
+        )
         .buckets[0]
         .rows
         is None

@@ -10,7 +10,7 @@ import pytest
 
 import fddp
 from fddp.buckets import SentLeaf
-from fddp.sharding import sharded
+from fddp.sharding import Sharded
 from fddp.step import WHOLE_STATE, Agreed, Replica, Strategy, TrainState
 from fddp.step.agreed import DIGEST, ROWS, Common, Seen, digest_of_rows, merge, remarks
 
@@ -66,7 +66,11 @@ def test_a_leaf_is_sent_if_any_rank_has_a_path_to_it(agreed: Callable[..., Agree
 
 
 def test_in_shards_a_leaf_without_a_path_is_sent_last(agreed: Callable[..., Agreed]):
-    assert names(agreed(saw(2, 1, 0, unused=(1,)), strategy=sharded("state"))) == ["c", "a", "b"]
+    assert names(agreed(saw(2, 1, 0, unused=(1,)), strategy=Sharded(shared="state"))) == [
+        "c",
+        "a",
+        "b",
+    ]
 
 
 def test_rows_of_a_table_have_room_for_the_rank_that_touches_most(agreed: Callable[..., Agreed]):
@@ -96,7 +100,9 @@ def test_loops_hold_sums_only_if_all_ranks_have_one_program(
 def test_equal_first_rows_have_one_digest_wherever_they_lie():
     assert digest_of_rows(np.float32(X)) == digest_of_rows(jnp.float32(X))
     assert digest_of_rows(np.float32(X)) != digest_of_rows(np.float32(X[::-1]))
-    assert digest_of_rows(np.float32(X)) == digest_of_rows(np.float32(np.concatenate([X[:ROWS], X])))
+    assert digest_of_rows(np.float32(X)) == digest_of_rows(
+        np.float32(np.concatenate([X[:ROWS], X]))
+    )
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,9 @@ TABLE = [(one, other, *texts) for one, others in PAIRS.items() for other, texts 
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "why", "instead"), TABLE, ids=[f"{one} and {other}" for one, other, *_ in TABLE]
+    ("one", "other", "why", "instead"),
+    TABLE,
+    ids=[f"{one} and {other}" for one, other, *_ in TABLE],
 )
 def test_a_pair_of_the_table_is_refused_in_its_words(
     group: Callable[[int], fddp.Group], one: str, other: str, why: str, instead: str
