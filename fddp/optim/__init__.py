@@ -13,5 +13,5 @@ from fddp.optim.loss_scale import (
 )
 from fddp.optim.parts import divided, kinds_of_state
 from fddp.optim.recorded import recorded, skipped
-from fddp.optim.state_leaves import optimizer_laid_out
+from fddp.optim.state_leaves import nodes_of, optimizer_laid_out
 from fddp.optim.updates import check_needs, update

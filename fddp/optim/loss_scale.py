@@ -18,6 +18,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from fddp.losses import Evaluated, Objective
+from fddp.optim.state_leaves import nodes_of
 from fddp.wording import check_has, check_number, check_whole, leaf_name
 
 
@@ -133,8 +134,7 @@ def scaled(objective: Objective, opt_state: PyTree) -> Objective:
 
 def scale_of(opt_state: PyTree) -> Any:
     """Product of all scales in an optimizer's state; 1 without any."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, DynamicScaleState))
-    return math.prod(x.scale for x in nodes if isinstance(x, DynamicScaleState))
+    return math.prod(x.scale for x in nodes_of(DynamicScaleState, opt_state))
 
 
 def _check_params(params: PyTree) -> None:

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from fddp.jax_internals import ClosedJaxpr, unbound_axis
 from fddp.jaxpr import Follows, Kind, Same, Whole, result_kinds, whole_leaves
-from fddp.optim.state_leaves import map_state, masked
+from fddp.optim.state_leaves import map_state, masked, nodes_of
 from fddp.optim.updates import updates_of
 
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
@@ -43,11 +43,9 @@ def divided(optimizer: optax.GradientTransformation, params: PyTree, loss: Any =
 
     forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
     opt_state = jax.eval_shape(optimizer.init, forms)
-    param_kinds = jax.tree.unflatten(
-        jax.tree.structure(forms), map(Follows, range(len(jax.tree.leaves(forms))))
-    )
-    state_kinds = kinds_of_state(opt_state, forms, param_kinds)
-    inputs = (*_kinds(param_kinds), *_kinds(state_kinds), *_kinds(param_kinds), Same())
+    of_params = list(map(Follows, range(len(jax.tree.leaves(forms)))))
+    of_state = nodes_of(Kind, kinds_of_state(opt_state, forms))
+    inputs = (*of_params, *of_state, *of_params, Same())
     try:
         program = jax.make_jaxpr(call)(forms, opt_state, forms, loss)
     except NameError as error:
@@ -58,9 +56,7 @@ def divided(optimizer: optax.GradientTransformation, params: PyTree, loss: Any =
             f"it out, the gradients are averaged already. JAX reports: {error}"
         ) from None
     # Updates must lie like the parameters, and the new state like the old one.
-    outputs = map(
-        _alike, result_kinds(program, inputs), (*_kinds(param_kinds), *_kinds(state_kinds))
-    )
+    outputs = map(_alike, result_kinds(program, inputs), (*of_params, *of_state))
     mixed = [kind for kind in outputs if isinstance(kind, Whole)]
     refused = {leaf: kind.why for kind in mixed for leaf in sorted(kind.leaves)}
     owned = dict(sorted(whole_leaves(program, inputs).items()))
@@ -97,11 +93,3 @@ def _alike(after: Kind, before: Kind) -> Kind:
         case Same(uniform=False), Follows(leaf):
             return Whole(frozenset({leaf}), "elements that are set one by one")
     return after
-
-
-def _kinds(tree: PyTree) -> list[Kind]:
-    return [
-        x
-        for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Kind))
-        if isinstance(x, Kind)
-    ]

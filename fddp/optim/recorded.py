@@ -9,12 +9,12 @@ Source: `snapshot` and `inject_hyperparams` in optax.
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from fddp.optim.loss_scale import DynamicScaleState, gradients_finite
+from fddp.optim.state_leaves import nodes_of
 
 # Fields of the states of `snapshot` and `inject_hyperparams` that hold named numbers. The field is
 # checked because a parameter may have the same name as a number.
@@ -46,12 +46,8 @@ def skipped(opt_state: PyTree, grads: PyTree) -> Bool[Array, ""] | None:
 
 def _nodes(tree: PyTree) -> list[Any]:
     """Collects the `SKIPPING` states in a state, nested ones included."""
-    outer = [x for x in jax.tree.leaves(tree, is_leaf=_tells) if _tells(x)]
+    outer = nodes_of(SKIPPING, tree)
     return [*outer, *(inner for node in outer for inner in _nodes(tuple(node)))]
-
-
-def _tells(x: Any) -> bool:
-    return isinstance(x, SKIPPING)
 
 
 def _skips(state: Any, grads: PyTree) -> list[Array]:

@@ -66,3 +66,9 @@ def map_state(
 def masked(x: Any) -> bool:
     """True for a node of an optimizer's state in place of parameters it does not train."""
     return isinstance(x, optax.MaskedNode)
+
+
+def nodes_of(kind: Any, tree: PyTree) -> list[Any]:
+    """Lists the outer nodes of a type in a tree."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in nodes if isinstance(x, kind)]

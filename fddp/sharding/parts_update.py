@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from fddp.buckets import ShardLayout, is_shard, map_shards, whole_forms
-from fddp.comm import Communicator
+from fddp.comm import Communicator, forms_of
 from fddp.jaxpr import Follows, Kind, Ranks, Same, on_parts, spread
-from fddp.optim import kinds_of_state
+from fddp.optim import kinds_of_state, nodes_of
 from fddp.sharding.owners import at_owners
 from fddp.step.replica import Replica
 from fddp.step.state import Mean, StepInfo, TrainState
@@ -77,7 +77,7 @@ def _run_on_parts(
     mean: Mean,
 ) -> tuple[TrainState, StepInfo]:
     """Traces the update of whole arrays, and runs the program on parts."""
-    state_form = jax.tree.map(_form, whole_forms(state))
+    state_form, mean_form = forms_of((whole_forms(state), mean._replace(grads=None)))
     params, treedef = jax.tree.flatten(state_form.params)
     param_kinds: list[Kind] = list(map(_same, params))
     grad_kinds: list[Kind | None] = [None] * len(params)
@@ -87,28 +87,22 @@ def _run_on_parts(
     opt_state_kinds = kinds_of_state(
         state_form.opt_state, replica.trained(state_form.params), grad_kinds
     )
-    mean_kinds = jax.tree.map(_same, mean._replace(grads=None))._replace(grads=grad_kinds)
+    mean_kinds = jax.tree.map(_same, mean_form)._replace(grads=grad_kinds)
     state_kinds = jax.tree.map(_same, state_form._replace(params=None, opt_state=None))
     params_kinds = treedef.unflatten(param_kinds)
     state_kinds = state_kinds._replace(params=params_kinds, opt_state=opt_state_kinds)
-    mean_form = jax.tree.map(_form, mean._replace(grads=None))._replace(
-        grads=replica.trained(state_form.params)
-    )
+    mean_form = mean_form._replace(grads=replica.trained(state_form.params))
     program, result_form = jax.make_jaxpr(update, return_shape=True)(state_form, mean_form)
-    flat_kinds = jax.tree.leaves((state_kinds, mean_kinds), is_leaf=_is_kind)
-    run = on_parts(program, flat_kinds, _ranks(comm, layouts))
-    return jax.tree.unflatten(
-        jax.tree.structure(result_form), run(*jax.tree.leaves((local_state, mean)))
-    )
-
-
-def _ranks(comm: Communicator, layouts: Sequence[ShardLayout]) -> Ranks:
-    """Describes a replica's parts and collectives for `on_parts`."""
+    flat_kinds = nodes_of(Kind, (state_kinds, mean_kinds))
 
     def mask(leaf: int, size: int) -> Array:
         return layouts[leaf].of((size,)).mask(comm.replica_index())
 
-    return Ranks(mask, partial(_put_together, comm), partial(at_owners, comm, layouts))
+    ranks = Ranks(mask, partial(_put_together, comm), partial(at_owners, comm, layouts))
+    run = on_parts(program, flat_kinds, ranks)
+    return jax.tree.unflatten(
+        jax.tree.structure(result_form), run(*jax.tree.leaves((local_state, mean)))
+    )
 
 
 def _put_together(comm: Communicator, op: str, numbers: Sequence[Array]) -> list[Array]:
@@ -126,13 +120,5 @@ def _put_together(comm: Communicator, op: str, numbers: Sequence[Array]) -> list
     return totals
 
 
-def _form(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-
-
 def _same(x: Any) -> Same:
     return Same(x.size == 1)
-
-
-def _is_kind(x: object) -> bool:
-    return isinstance(x, Kind)

@@ -19,7 +19,7 @@ from fddp.comm import REPLICATED, Group, described, forms_of, laid_out, shortene
 from fddp.jax_internals import without_context_mesh
 from fddp.jaxpr import join_leaves, split_leaves
 from fddp.losses import not_numeric
-from fddp.optim import DynamicScaleState, optimizer_laid_out
+from fddp.optim import DynamicScaleState, nodes_of, optimizer_laid_out
 from fddp.runtime import fddp_version
 from fddp.step.bucket_plan import provisional_plan
 from fddp.step.checks import check_arrays, check_trained
@@ -142,18 +142,12 @@ def _check_start(replica: Replica, optimizer: StepOptimizer, params: PyTree) -> 
     if jax.tree.leaves(hook_state_form(replica, params)):
         features[MEMORY] = f"{replica.options.hook}, which has a memory"
     opt_state = jax.eval_shape(lambda params: optimizer.init(replica.trained(params)), params)
-    if several := _inside(opt_state, optax.MultiStepsState):
+    if several := nodes_of(optax.MultiStepsState, opt_state):
         features[MULTI_STEPS] = MULTI_STEPS
-    if _inside(several, DynamicScaleState):
+    if nodes_of(DynamicScaleState, several):
         features[SCALE_INSIDE] = SCALE_INSIDE
     refuse(features)
     return replica.strategy.check(replica, optimizer.inner, params)
-
-
-def _inside(tree: PyTree, kind: type) -> list[Any]:
-    """Lists the nodes of a type in a tree."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [x for x in nodes if isinstance(x, kind)]
 
 
 @without_context_mesh

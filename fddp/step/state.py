@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from fddp.jaxpr import is_used_up
 from fddp.losses import Pending
+from fddp.optim import nodes_of
 from fddp.step.schedules import StateInFlight
 
 
@@ -110,13 +111,11 @@ def check_state(state: object) -> None:
 
 def check_no_state(name: str, tree: PyTree) -> None:
     """Raises TypeError if a tree of arrays contains a state or a report."""
-    kinds = (TrainState, StepInfo)
-    for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)):
-        if isinstance(x, kinds):
-            raise TypeError(
-                f"{name} must be a tree of arrays, and holds a fddp.{type(x).__name__}: a step "
-                "returns (state, info), and fddp.whole(state.params) are the parameters."
-            )
+    for x in nodes_of((TrainState, StepInfo), tree):
+        raise TypeError(
+            f"{name} must be a tree of arrays, and holds a fddp.{type(x).__name__}: a step "
+            "returns (state, info), and fddp.whole(state.params) are the parameters."
+        )
 
 
 class Mean(NamedTuple):
