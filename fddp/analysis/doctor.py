@@ -61,7 +61,10 @@ def examine() -> Iterator[ReportLine]:
     yield ReportLine("backend gloo", past, _name_advice(socket.gethostname()))
     *status, vendor = _mpi()
     yield ReportLine("backend mpi", *status)
-    yield ReportLine("messages between CPUs", *_lane())
+    lane = ("travel between programs", "install a C++ compiler (g++), then build fddp again")
+    if library():
+        lane = ("travel while a step's one program computes", "")
+    yield ReportLine("messages between CPUs", *lane)
     yield ReportLine("launcher", *_launcher(vendor))
     yield _unless_it_fails("backend nccl", _nccl)
     status = ("ready: a100, h100 and h200", "")
@@ -147,12 +150,6 @@ def _nccl() -> tuple[str, str]:
     if jax.default_backend() in ("cpu", "tpu"):
         return "no GPU here", ""
     return "ready", ""
-
-
-def _lane() -> tuple[str, str]:
-    if library():
-        return "travel while a step's one program computes", ""
-    return "travel between programs", "install a C++ compiler (g++), then build fddp again"
 
 
 def _mpi() -> tuple[str, str, str | None]:

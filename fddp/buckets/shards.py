@@ -54,12 +54,6 @@ class ShardLayout:
         """Number of zeros in all parts."""
         return self.parts * prod(self.dims) - prod(self.shape)
 
-    @property
-    def lengths(self) -> Shaped[np.ndarray, " parts"]:
-        """Number of elements of a layer in each part, without padding."""
-        width = self.dims[-1]
-        return np.clip(self.layer_size - width * np.arange(self.parts), 0, width)
-
     def of(self, shape: tuple[int, ...]) -> "ShardLayout":
         """The layout of an array of this leaf, such as a moment: flat if its size differs."""
         depth = self.depth if prod(shape) == prod(self.shape) else 1
@@ -94,8 +88,9 @@ class ShardLayout:
     def mask(self, index: Int32[Array, ""]) -> Bool[Array, " *part"]:
         """Marks the elements of a replica's part that are not padding."""
         # Computed on the host: a large array has more elements than 32 bits count.
-        lengths = self.lengths
-        layer = jnp.arange(self.dims[-1]) < jnp.asarray(lengths, jnp.int32)[index]
+        width = self.dims[-1]
+        lengths = np.clip(self.layer_size - width * np.arange(self.parts), 0, width)
+        layer = jnp.arange(width) < jnp.asarray(lengths, jnp.int32)[index]
         return jnp.broadcast_to(layer, self.dims)
 
 

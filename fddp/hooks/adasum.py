@@ -1,6 +1,7 @@
 """A hook that adds gradients of different directions, and averages those of equal direction."""
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from fddp.buckets import ShardLayout
@@ -44,7 +45,7 @@ def adasum() -> Hook:
                 [_of_pairs(comm, shards[:even:2], shards[1:even:2], sizes), shards[even:]]
             )
         rows = jnp.split(
-            comm.all_gather(shards[0].astype(bucket.buffer.dtype)), _ends(sizes), axis=1
+            comm.all_gather(shards[0].astype(bucket.buffer.dtype)), np.cumsum(sizes)[:-1], axis=1
         )
         sums = (layout.join(row) for layout, row in zip(layouts, rows))
         # The step divides by the weight of all replicas, as for a sum.
@@ -57,9 +58,10 @@ def _of_pairs(
     comm: Communicator, a: Float[Array, "pairs n"], b: Float[Array, "pairs n"], sizes: list[int]
 ) -> Float[Array, "pairs n"]:
     """Adds a (1 − a·b / 2|a|²) and b (1 − a·b / 2|b|²), with products over all shards of a leaf."""
+    ends = np.cumsum(sizes)[:-1]  # of all leaves but the last
 
     def products(x: Array, y: Array) -> Array:
-        return jnp.stack([jnp.sum(leaf, axis=1) for leaf in jnp.split(x * y, _ends(sizes), axis=1)])
+        return jnp.stack([jnp.sum(leaf, axis=1) for leaf in jnp.split(x * y, ends, axis=1)])
 
     local = jnp.stack([products(a, b), products(a, a), products(b, b)])
     ab, aa, bb = comm.exact_sum(local.reshape(-1)).reshape(local.shape)
@@ -71,8 +73,3 @@ def _of_pairs(
         ).T
 
     return factor(aa) * a + factor(bb) * b
-
-
-def _ends(sizes: list[int]) -> list[int]:
-    """Places of the boundaries between leaves."""
-    return [sum(sizes[: k + 1]) for k in range(len(sizes) - 1)]

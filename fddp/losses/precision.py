@@ -57,7 +57,16 @@ def mixed_precision(
     @wraps(loss_fn)
     def cast_loss(params: PyTree, batch: PyTree, **extra: Any) -> Any:
         params, batch = _cast_floats(lambda x: dtype, (params, batch))
-        return _returned(loss_fn(params, batch, **extra), extra.get("model_state"))
+        value = loss_fn(params, batch, **extra)
+        exact = _cast_floats(lambda x: jnp.promote_types(x.dtype, jnp.float32), value)
+        before = extra.get("model_state")
+        match value, exact:
+            case (_, (buffers, _)), (loss, (_, aux)) if before is not None:
+                if jax.tree.structure(buffers) == jax.tree.structure(before):  # else a step raises
+                    dtype_of = lambda new, old: jnp.result_type(old)  # noqa: E731
+                    buffers = _cast_floats(dtype_of, buffers, before)
+                return loss, (buffers, aux)
+        return exact
 
     return cast_loss
 
@@ -67,21 +76,6 @@ def _is_float_dtype(dtype: DTypeLike | None) -> bool:
         return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
     except TypeError:  # raised by NumPy for a value that is not a dtype
         return False
-
-
-def _returned(value: Any, model_state: PyTree) -> Any:
-    """Widens the results of a loss to float32, and casts buffers to the dtypes of its inputs."""
-    exact = _cast_floats(lambda x: jnp.promote_types(x.dtype, jnp.float32), value)
-    match value, exact:
-        case (_, (buffers, _)), (loss, (_, aux)) if model_state is not None:
-            return loss, (_as_given(model_state, buffers), aux)
-    return exact
-
-
-def _as_given(model_state: PyTree, buffers: Any) -> Any:
-    if jax.tree.structure(model_state) != jax.tree.structure(buffers):
-        return buffers  # the step raises an error
-    return _cast_floats(lambda new, old: jnp.result_type(old), buffers, model_state)
 
 
 def _cast_floats(dtype_of: Callable[..., DTypeLike], tree: PyTree, *more: PyTree) -> Any:

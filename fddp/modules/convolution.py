@@ -83,18 +83,12 @@ def conv_general_dilated(
     window = prod(rhs.shape[dim] for dim in spec.rhs_spec[2:])
     channels = rhs.shape[spec.rhs_spec[0]]
     rows = output.size // channels
-    if not _dots_are_faster(rows, pixels, window, channels, feature_group_count):
+    # bench/convolutions.py measured this rule, for forward and backward pass together. XLA swaps an
+    # image with a window of more elements, and then computes each product by itself. Elsewhere the
+    # copies under the taps are to be no larger than the kernel.
+    if feature_group_count == 1 < window <= pixels and rows > channels:
         return by_xla(lhs, rhs)
     return by_dots(lhs, rhs, *geometry, feature_group_count, *dtypes)
-
-
-def _dots_are_faster(rows: int, pixels: int, window: int, channels: int, groups: int) -> bool:
-    """The rule that bench/convolutions.py measured, for forward and backward pass together.
-
-    XLA swaps an image with a window of more elements, and then computes each product by itself.
-    Elsewhere the copies under the taps are to be no larger than the kernel.
-    """
-    return groups > 1 or window == 1 or window > pixels or rows <= channels
 
 
 def by_dots(

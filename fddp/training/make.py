@@ -7,7 +7,6 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
 
 from fddp.comm import Group, laid_out
 from fddp.jaxpr import with_trained
@@ -112,11 +111,15 @@ def updated(
     )
     after, is_skipped = _unless_skipped(mean, after, state)
     state = laid_out(replica.group.placement, after._replace(step=state.step + 1), layout)
+    used = None
+    if mean.used is not None:  # 0 for leaves that are not trained
+        zeros = jax.tree.map(lambda _: jnp.zeros((), jnp.int32), state.params)
+        used = with_trained(zeros, mean.used)
     # `recorded` searches while the step is traced, and costs nothing at run time.
     return state, StepInfo(
         mean.loss,
         mean.aux,
-        used=_counts(state.params, mean.used),
+        used=used,
         learning_rate=recorded(opt_state, "learning_rate"),
         grad_norm=recorded(opt_state, "grad_norm"),
         sent=mean.sent,
@@ -143,10 +146,3 @@ def _unless_skipped(mean: Mean, new: TrainState, old: TrainState) -> tuple[Train
     if by_optimizer is None:
         return state, ~finite
     return state, ~finite | by_optimizer
-
-
-def _counts(params: PyTree, used: Any) -> Any:
-    """Arranges `used` like the parameters, with 0 for leaves that are not trained."""
-    if used is None:
-        return None
-    return with_trained(jax.tree.map(lambda _: jnp.zeros((), jnp.int32), params), used)

@@ -96,10 +96,8 @@ def value_and_grad(
         params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), params)
         state = TrainState(jnp.zeros((), jnp.int32), params, (), model_state, (), None, rng)
         state = replica.group.placement.place(state, REPLICATED)
-        hook_state = first_hook_state(replica, state.params)
-        if jax.tree.leaves(hook_state):
+        if jax.tree.leaves(first_hook_state(replica, state.params)):
             refuse({CALL: CALL, MEMORY: str(settings.hook)})
-        state = state._replace(hook_state=hook_state)
         settled, args = ready(settled, replica, use, state, batch)
         settled = compare(settled, args)
         return synchronize(settled, state, args)
