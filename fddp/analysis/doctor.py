@@ -81,7 +81,7 @@ def _unless_it_fails(topic: str, look: Callable[[], tuple[str, str]]) -> ReportL
         return ReportLine(topic, *look())
     except Exception as error:  # JAX raises several types if it has no device
         no_devices = f"JAX has no devices; JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', '')!r}"
-        return ReportLine(topic, "cannot be told", str(error) or no_devices)
+        return ReportLine(topic, "unknown", str(error) or no_devices)
 
 
 def _cache() -> str:

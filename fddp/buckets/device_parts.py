@@ -26,7 +26,7 @@ def pack_device_parts(
 ) -> Messages:
     """Packs gradients and tail into messages, on each device along `axes` its own parts.
 
-    The plan is made for the parts (`fddp.comm.device_parts`). `where` is the tree of the
+    The plan is for the parts (`fddp.comm.device_parts`). `where` is the tree of the
     parameters' specs (`fddp.comm.specs`); the tail is replicated.
     """
     leaves = plan.treedef.flatten_up_to(tree)

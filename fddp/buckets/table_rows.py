@@ -18,9 +18,8 @@ def plan_with_table_rows(
     tree: PyTree,
     touched: Mapping[int, int],
     replicas: int,
-    *,
     order: Sequence[SentLeaf],
-    **caps: Any,
+    *caps: Any,
 ) -> BucketPlan:
     """Makes a plan that sends leaves as rows, in separate buckets, if enough bytes are saved."""
     leaves = plan_of_sent(tree, ()).leaves
@@ -29,7 +28,7 @@ def plan_with_table_rows(
         bucket = _bucket_of_rows(i, leaves[i], touched.get(i, 0))
         if bucket and rounds == 1 and _saved(bucket, leaves[i], replicas) >= WORTH_BYTES:
             sparse[i] = bucket
-    plan = plan_of_sent(tree, [sent for sent in order if sent.leaf not in sparse], **caps)
+    plan = plan_of_sent(tree, [sent for sent in order if sent.leaf not in sparse], *caps)
     position = {sent.leaf: k for k, sent in enumerate(order)}
     buckets = sorted(
         [*plan.buckets, *sparse.values()], key=lambda bucket: position[bucket.leaves[-1]]

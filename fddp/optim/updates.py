@@ -82,8 +82,8 @@ def check_needs(optimizer: optax.GradientTransformation, params: PyTree = None) 
     """Raises TypeError if an optimizer requires arguments that a step lacks; nothing is computed.
 
     Line searches, for example, require a function of the loss, and some optimizers the gradient of
-    each example. Without `params` it tries made-up ones, with which an optimizer may fail for other
-    reasons, such as labels by path; it then passes.
+    each example. Without `params` it tries invented ones. An optimizer that fails with them for
+    another reason, such as labels by path, passes.
     """
     if params is None:
         shapes = {"w": (3, 2), "b": (3,)}

@@ -33,13 +33,11 @@ def plan_buckets(
     """Plans the buckets; `touched` maps a leaf to its gradient's number of non-zero rows."""
     leaves = jax.tree.leaves(params)
     order = [x for x in order if np.size(leaves[x.leaf])]  # an empty leaf is not sent
-    counts = {}
-    if touched and replica.plain and replica.strategy.table_rows:
-        counts = touched
+    counts = (touched or {}) if replica.plain and replica.strategy.table_rows else {}
     tree = device_parts(replica.group.placement, params)
-    plan = plan_with_table_rows(
-        tree, counts, replica.group.size, order=order, **replica.options.bucketing
-    )
+    options = replica.options
+    caps = options.bucket_cap_mb, options.first_bucket_mb, options.last_bucket_mb
+    plan = plan_with_table_rows(tree, counts, replica.group.size, order, *caps)
     if replica.strategy.scatters_grads:
         plan = replace(plan, parts=replica.group.size)
     exact = replica.strategy.exact and replica.options.hook is None

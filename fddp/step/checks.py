@@ -201,7 +201,7 @@ def _shares(replica: Replica) -> str:
 
 def check_no_sync(replica: Replica) -> None:
     """Raises ValueError if the step's options exclude `no_sync`."""
-    refuse(replica.asked | {"no_sync": "no_sync"})
+    refuse(replica.features | {"no_sync": "no_sync"})
 
 
 # The messages of a lane in a compiled program.

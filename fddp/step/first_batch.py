@@ -124,7 +124,7 @@ def _gradients(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Firs
             raise
     # Raised outside `except`, so that the traceback does not show JAX's error first.
     if traced_replica is not replica:
-        refuse(replica.asked | {COLLECTIVES: f"a loss with collectives over the axis {axis!r}"})
+        refuse(replica.features | {COLLECTIVES: f"a loss with collectives over the axis {axis!r}"})
     raise ValueError(
         f"the loss has a collective over the axis {axis!r}; backend "
         f"{replica.group.backend!r} has the axis {replica.group.axis_name!r}."
@@ -142,4 +142,4 @@ def _check_effects(replica: Replica, program: ClosedJaxpr) -> None:
             "fddp.init('mpi'); leave ordered=True out of prints and callbacks."
         )
     if kinds := ", ".join(sorted(collectives(program))):
-        refuse(replica.asked | {COLLECTIVES: f"collectives in the loss ({kinds})"})
+        refuse(replica.features | {COLLECTIVES: f"collectives in the loss ({kinds})"})

@@ -138,7 +138,7 @@ def _check_start(replica: Replica, optimizer: StepOptimizer, params: PyTree) -> 
     check_arrays(params)
     check_trained(params, replica.chosen(params))
     optimizer.check_needs(replica.trained(params))
-    features = dict(replica.asked)
+    features = dict(replica.features)
     if jax.tree.leaves(hook_state_form(replica, params)):
         features[MEMORY] = f"{replica.options.hook}, which has a memory"
     opt_state = jax.eval_shape(lambda params: optimizer.init(replica.trained(params)), params)

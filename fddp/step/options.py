@@ -56,7 +56,7 @@ class OptionArguments(TypedDict, total=False):
     donate: bool
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Options:
     """Keyword arguments of `train_step` and `value_and_grad`: buckets, accumulation, communication.
 
@@ -137,10 +137,10 @@ class Options:
             check_has("__call__", "ignore", self.ignore, "a function of a leaf's path")
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        refuse(self.asked)
+        refuse(self.features)
 
     @property
-    def asked(self) -> dict[str, str]:
+    def features(self) -> dict[str, str]:
         """The features of these options: name in `combinations` → text for an error message."""
         features = dict[str, str]()
         for option in fields(self):
@@ -153,27 +153,6 @@ class Options:
         if self.hook is not None and not self.hook.by_element:
             features[WHOLE_LEAVES] = features["hook"]
         return features
-
-    def __repr__(self) -> str:
-        """Formats functions by name, so that ranks with the same options give equal texts."""
-        texts = list[str]()
-        for option in fields(self):
-            if not option.repr:
-                continue
-            value = getattr(self, option.name)
-            if callable(value):
-                texts.append(f"{option.name}={name_of(value)}")
-            else:
-                texts.append(f"{option.name}={value!r}")
-        return f"Options({', '.join(texts)})"
-
-    @property
-    def bucketing(self) -> dict[str, Any]:
-        """The keyword arguments of `make_plan`."""
-        return {
-            name: getattr(self, name)
-            for name in ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb")
-        }
 
 
 def name_of(function: Callable[..., Any]) -> str:

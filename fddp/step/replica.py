@@ -57,7 +57,7 @@ class Replica:
     """The user's name for the loss."""
 
     def __post_init__(self) -> None:
-        refuse(self.asked)
+        refuse(self.features)
         if self.replicas % self.group.size:
             fit = self.replicas + -self.replicas % self.group.size
             raise ValueError(
@@ -67,10 +67,10 @@ class Replica:
             )
 
     @cached_property
-    def asked(self) -> dict[str, str]:
+    def features(self) -> dict[str, str]:
         """The features of its step: name in `combinations` → text for an error message."""
         axes = ", ".join(map(repr, self.group.placement.other_axes))
-        features = dict(self.options.asked)
+        features = dict(self.options.features)
         if axes:
             features[AXES] = f"{AXES}, along {axes}"
         return features | {self.strategy.name: self.strategy.name}

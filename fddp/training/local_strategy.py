@@ -61,7 +61,7 @@ class LocalStrategy(Strategy):
         """Refuses `fddp.join`."""
         del rows
         if isinstance(batch, Joined):
-            refuse(replica.asked | {"fddp.join": "fddp.join"})
+            refuse(replica.features | {"fddp.join": "fddp.join"})
 
     def layouts(self, replica: Replica, whole: Trees) -> Trees:
         """Cuts the stacks of all replicas' arrays, so that each replica holds its own."""

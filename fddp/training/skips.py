@@ -36,9 +36,9 @@ class Skips:
                 self.count += 1
                 # A loss scale is found by skipped steps: they are counted, but not printed.
                 if info.broken is not None:
-                    self._tell(group, plan, chosen, number, info)
+                    self._report(group, plan, chosen, number, info)
 
-    def _tell(
+    def _report(
         self, group: Group, plan: BucketPlan, chosen: tuple[int, ...], number: int, info: StepInfo
     ) -> None:
         # A stack may be in several buckets.

@@ -69,7 +69,7 @@ def value_and_grad(
     """
     check_callable("value_and_grad", "loss_fn", loss_fn)
     settings = read_options("value_and_grad", {"donate": False} | options)
-    refuse(settings.asked | {CALL: CALL})
+    refuse(settings.features | {CALL: CALL})
 
     def use(replica: Replica, layout: TrainState, state: TrainState, mean: Mean) -> Any:
         del replica, layout

@@ -53,7 +53,7 @@ class VirtualStrategy(Strategy):
         their processes.
         """
         if isinstance(batch, Joined):
-            refuse(replica.asked | {"fddp.join": "fddp.join"})
+            refuse(replica.features | {"fddp.join": "fddp.join"})
         if replica.unit is None:
             check_order(replica)
         elif replica.unit != rows:
