@@ -113,11 +113,9 @@ def _shown(value: Any) -> str:
     return type(value).__name__
 
 
-def check_callable(call: str, name: str, value: Any) -> Callable[..., Any]:
-    """Returns a function unchanged; raises TypeError for other values, and for Flax modules."""
-    kind = value
-    if not isinstance(kind, type):
-        kind = type(value)
+def check_callable(call: str, name: str, value: Any) -> None:
+    """Raises TypeError for a value that is not a function, and for Flax modules."""
+    kind = value if isinstance(value, type) else type(value)
     modules = [f"{parent.__module__}.{parent.__name__}" for parent in kind.__mro__]
     for module, adapter in (
         ("flax.linen.module.Module", "from_linen"),
@@ -131,7 +129,6 @@ def check_callable(call: str, name: str, value: Any) -> Callable[..., Any]:
             )
     if not callable(value):
         raise TypeError(f"fddp.{call}: {name} must be a function, got {type(value).__name__}.")
-    return value
 
 
 def check_takes(
