@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from fddp.analysis.targets import target_group
 from fddp.buckets import BucketPlan, MiB, whole_forms
-from fddp.comm import Group
+from fddp.comm import Group, forms_of
 from fddp.jax_internals import compile_to_read
 from fddp.program import Collective, Module, find_collectives, heavy_operations, parse
 from fddp.step import TrainState, check_state, check_step
@@ -172,17 +171,9 @@ def _moved(step: TrainStep, state: TrainState, batch: PyTree, group: Group) -> A
     """Moves a step to a target, with the shapes of its state and of all replicas' rows."""
     check_state(state)
     step = step.on(group)
-    state, batch = jax.tree.map(_shape, (state, batch))
+    state, batch = forms_of((state, batch))
     params, model_state = whole_forms((state.params, state.model_state))
     return step, step.shapes(params, model_state=model_state, rng=state.rng), batch
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    dtype = getattr(x, "dtype", None) or jnp.result_type(x)
-    # NumPy's float64 is JAX's float32 unless 64 bits are enabled. JAX 0.11 warns of the cast.
-    if not jnp.issubdtype(dtype, jax.dtypes.extended):
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
 
 def _memory(compiled: jax.stages.Compiled) -> Memory | None:
