@@ -9,8 +9,9 @@ import os
 from collections.abc import Mapping
 
 # Parameters of glibc's `mallopt`: no block is mapped by itself (M_MMAP_MAX), the heap does not
-# shrink (M_TRIM_THRESHOLD), and all threads share it (M_ARENA_MAX): other heaps end at 64 MiB.
-KEEPING = {-4: 0, -1: -1, -8: 1}
+# shrink (M_TRIM_THRESHOLD), all threads share it (M_ARENA_MAX), since other heaps end at 64 MiB,
+# and small pieces join the blocks between which they lie (M_MXFAST).
+KEEPING = {-4: 0, -1: -1, -8: 1, 1: 0}
 VARIABLES = ("MALLOC_", "GLIBC_TUNABLES")
 
 

@@ -60,7 +60,7 @@ def init_leaves_the_callers_arrays_alone(group: fddp.Group):
 @claim(backends=("mpi", "gloo"), sizes=(2,))
 def a_program_finds_the_memory_that_its_last_call_has_freed(group: fddp.Group):
     """Otherwise the kernel maps its pages again, each of which is a fault."""
-    x = jnp.ones((8192, 4096), jnp.float32)  # 128 MiB, 32,768 pages
+    x = jnp.ones((3072, 4096), jnp.float32)  # 48 MiB, 12,288 pages
     program = jax.jit(lambda x: (2 * x) @ x[0])
 
     def faults() -> int:
@@ -68,5 +68,6 @@ def a_program_finds_the_memory_that_its_last_call_has_freed(group: fddp.Group):
         program(x).block_until_ready()
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    faults()
-    assert min(faults() for _ in range(3)) < 8192
+    for _ in range(40):  # small arrays between large ones find their places
+        faults()
+    assert max(faults() for _ in range(5)) < 3072
