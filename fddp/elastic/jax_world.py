@@ -9,7 +9,6 @@ error that can be caught.
 import gc
 import os
 import socket
-import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -33,7 +32,7 @@ def start_meeting(host: str, view: View) -> str:
     with socket.socket() as probe:
         probe.bind((host, 0))
         address = f"{host}:{probe.getsockname()[1]}"
-    start_service("serve_briefly", address, len(view.members), subprocess.DEVNULL)
+    os.close(start_service("serve_briefly", address, len(view.members)))
     return address
 
 

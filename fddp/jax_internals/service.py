@@ -46,3 +46,8 @@ def _started(address: str, size: int, *, recoverable: bool) -> Any:
         return None
     print("listens", flush=True)
     return service
+
+
+if __name__ == "__main__":
+    how, address, size = sys.argv[1:]
+    {"serve": serve, "serve_briefly": serve_briefly}[how](address, int(size))

@@ -13,7 +13,7 @@ from fddp.comm import Group, mpi_group
 from fddp.runtime.launchers import pmi_socket
 from fddp.runtime.mpi_vendors import import_mpi4jax, small_memory
 from fddp.runtime.place import Launch
-from fddp.runtime.watching import Ending, end_together, flush_output, poll, shared_recorder, watched
+from fddp.runtime.watching import end_together, flush_output, poll, shared_recorder, watched
 
 READ_S = 1.0  # for mpiexec to pass a line on
 
@@ -31,7 +31,9 @@ def join_mpi(launch: Launch, stall_s: float | None) -> Group:
     comm = _world(launch, "use backend 'gloo'")
     recorder, file = shared_recorder(comm.size)
     if comm.size > 1:  # first, so that one rank reports an error of all ranks in full
-        end_together(comm.rank, comm.size, _ending(comm.Clone()), recorder)
+        separate = comm.Clone()
+        all_failed = lambda seconds: poll(separate.Ibarrier().Test, seconds)  # noqa: E731
+        end_together(comm.rank, comm.size, recorder, all_failed, lambda: separate.Abort(1))
     import_mpi4jax()
     _forget_shared_memory(comm)
     return watched(mpi_group(comm), recorder, file, stall_s, pmi_fd=pmi_socket(launch))
@@ -56,10 +58,6 @@ def agree_on_coordinator(launch: Launch) -> str:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return comm.bcast(f"{host}:{probe.getsockname()[1]}", root=0)
-
-
-def mpi_size() -> int:
-    return importlib.import_module("mpi4py.MPI").COMM_WORLD.size
 
 
 def _forget_shared_memory(comm: Any) -> None:
@@ -90,12 +88,3 @@ def _world(launch: Launch, otherwise: str) -> Any:
             f"that mpi4py was built with ({MPI.get_vendor()[0]}), or {otherwise}."
         )
     return comm
-
-
-def _ending(comm: Any) -> Ending:
-    return Ending(
-        tell=lambda message: None,
-        all_failed=lambda seconds: poll(comm.Ibarrier().Test, seconds),
-        cause=lambda: None,
-        abort=lambda: comm.Abort(1),
-    )

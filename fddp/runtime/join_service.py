@@ -13,12 +13,10 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 
-import fddp.jax_internals
 from fddp.comm import Group, Journal, world_group
 from fddp.jax_internals import (
     HEARTBEAT_S,
@@ -26,21 +24,16 @@ from fddp.jax_internals import (
     bind_gloo,
     coordination_client,
     secured,
+    service,
 )
 from fddp.runtime.hints import origin
 from fddp.runtime.join_mpi import agree_on_coordinator
 from fddp.runtime.launchers import pmi_socket
 from fddp.runtime.place import Launch, without_proxies
 from fddp.runtime.rendezvous import meet_ranks
-from fddp.runtime.watching import LEFT, Ending, end_together, poll, shared_recorder, watched
+from fddp.runtime.watching import LEFT, end_together, poll, shared_recorder, watched
 
 LOOSE = "127.0.0.1:0"  # the address of JAX's own service, which no rank uses
-SERVE = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import service
-getattr(service, sys.argv[2])(sys.argv[3], int(sys.argv[4]))
-"""
 LATE = (
     "JAX had started before fddp.init was called (an array was made, a function ran, or "
     "jax.devices() was called, perhaps by an imported module), and cannot join other processes "
@@ -61,7 +54,7 @@ def join_service(
     recorder, file = shared_recorder(size)
     previous_hook = sys.excepthook
     if size > 1:
-        end_together(rank, size, _ending(rank, size), recorder)
+        _end_together(rank, size, recorder)
     group = replace(world_group(all_devices(backend)), backend=backend)
     if size > 1:  # not sooner: a rank that fails before the watchers start would wait for days
         atexit.register(wait_for_all)
@@ -71,22 +64,17 @@ def join_service(
 
 def all_devices(backend: str) -> list[Any]:
     """The devices of all processes; refuses a backend that does not connect them."""
-    cpus = on_cpus()
-    if backend == "nccl" and cpus:
+    platform = jax.default_backend()
+    if backend == "nccl" and platform == "cpu":
         raise RuntimeError(
             "backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'."
         )
-    if backend == "gloo" and not cpus:
+    if backend == "gloo" and platform != "cpu":
         raise RuntimeError(
-            f"backend 'gloo' connects CPUs, and JAX uses {jax.default_backend()!r} here; set "
+            f"backend 'gloo' connects CPUs, and JAX uses {platform!r} here; set "
             "JAX_PLATFORMS=cpu, or use 'nccl'."
         )
     return jax.devices()
-
-
-def on_cpus() -> bool:
-    """Starts JAX's devices, of all processes that are connected; True if they are CPUs."""
-    return jax.default_backend() == "cpu"
 
 
 def _leave(
@@ -139,23 +127,20 @@ def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
     # that does not call fddp.preempted.
     jax.config.update("jax_enable_preemption_service", False)
     bind, service_files = start_coordinator(meeting.bind, launch.rank, launch.size)
-    try:
-        with without_proxies():  # the ranks have just met without a proxy
-            jax.distributed.initialize(
-                meeting.coordinator,
-                launch.size,
-                launch.rank,
-                initialization_timeout=int(max(timeout_s, 1)),
-                heartbeat_timeout_seconds=HEARTBEAT_S,
-                coordinator_bind_address=bind,
-                **options,
-            )
-    except RuntimeError as error:
-        raise RuntimeError(f"fddp.init could not join the other processes: {error}") from error
+    with without_proxies():  # the ranks have just met without a proxy
+        jax.distributed.initialize(
+            meeting.coordinator,
+            launch.size,
+            launch.rank,
+            initialization_timeout=int(max(timeout_s, 1)),
+            heartbeat_timeout_seconds=HEARTBEAT_S,
+            coordinator_bind_address=bind,
+            **options,
+        )
     return service_files
 
 
-def _ending(rank: int, size: int) -> Ending:
+def _end_together(rank: int, size: int, journal: Journal) -> None:
     # JAX has no public interface to its coordination service. Every process of jax.distributed is
     # already connected to it.
     client = coordination_client()
@@ -167,43 +152,35 @@ def _ending(rank: int, size: int) -> Ending:
             return []
 
     def tell(message: str, topic: str = "failed") -> None:
-        try:
+        with suppress(jax.errors.JaxRuntimeError):
             client.key_value_set(f"fddp/{topic}/{rank}", message, allow_overwrite=True)
-        except jax.errors.JaxRuntimeError:
-            return
 
     def abort() -> None:
         own = [message for message in messages("failed") if message.startswith(f"rank {rank}:")]
         tell("".join(own[:1]), "gone")
         os._exit(1)
 
-    return Ending(
-        tell=tell,
-        all_failed=lambda seconds: poll(lambda: len(messages("failed")) == size, seconds),
-        cause=lambda: next(filter(None, messages("gone")), None),
-        abort=abort,
-    )
+    def all_failed(seconds: float) -> bool:
+        return poll(lambda: len(messages("failed")) == size, seconds)
+
+    def cause() -> str | None:
+        return next(filter(None, messages("gone")), None)
+
+    end_together(rank, size, journal, all_failed, abort, tell, cause)
 
 
 ### JAX's coordination service
 
 
 def start_coordinator(bind: str, rank: int, size: int) -> tuple[str, tuple[int, ...]]:
-    """Starts the service next to rank 0; every rank calls this.
-
-    The service listens at `bind`, host:port. JAX's variable replaces any address but loopback. With
-    certificates (`secured`) JAX's own service listens there.
-
-    Returns the address for JAX's own service to listen at, and the files that rank 0 and its
-    watcher hold open: the separate service ends when they close.
-    """
+    """Starts the service at `bind` on rank 0; returns JAX's own address, and files to hold open."""
     if not bind.startswith("127.0.0.1:"):
         bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", bind)
-    if secured():
+    if secured():  # only JAX's own service has certificates
         return bind, ()
     if rank:
         return LOOSE, ()
-    return LOOSE, (_serve(bind, size),)
+    return LOOSE, (start_service("serve", bind, size),)
 
 
 def wait_for_all() -> None:
@@ -214,36 +191,24 @@ def wait_for_all() -> None:
             client.wait_at_barrier("fddp/end", 1000 * HEARTBEAT_S)
 
 
-def start_service(how: str, address: str, size: int, stdin: int) -> None:
-    """Starts a function of `jax_internals/service.py` in a process that outlives this one."""
-    folder = Path(fddp.jax_internals.__file__).parent
+def start_service(how: str, address: str, size: int) -> int:
+    """Starts a function of `jax_internals/service.py` in a process, which outlives this one."""
     # A new session: a signal to rank 0's process group must not end the service. Its log is
     # dropped: the ranks report the same in our words.
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", SERVE, str(folder), how, address, str(size)],
-        stdin=stdin,
+        [sys.executable, "-P", service.__file__, how, address, str(size)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    answers: IO[bytes] | Any = process.stdout
-    with answers:
-        answer = answers.readline().decode().strip()
     process.returncode = 0  # never waited for: it outlives this process
-    if answer != "listens":
-        raise RuntimeError(
-            f"JAX's coordination service did not start at {address}: "
-            f"{answer or 'it ended at once'}."
-        )
-
-
-def _serve(address: str, size: int) -> int:
-    read_end, write_end = os.pipe()
-    try:
-        start_service("serve", address, size, read_end)
-    except RuntimeError:
-        os.close(write_end)
-        raise
-    finally:
-        os.close(read_end)
-    return write_end
+    files: Any = process.stdin, process.stdout
+    with files[0] as stdin, files[1] as stdout:
+        answer = stdout.readline().decode().strip()
+        if answer != "listens":
+            raise RuntimeError(
+                f"JAX's coordination service did not start at {address}: "
+                f"{answer or 'it ended at once'}."
+            )
+        return os.dup(stdin.fileno())  # `serve` ends when all its holders have closed it

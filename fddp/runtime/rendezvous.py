@@ -7,18 +7,17 @@ rank 0 can report the missing ranks while it waits, and every other rank why it 
 
 import os
 import re
-import selectors
 import socket
 import time
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from queue import Empty
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fddp.comm import calls_at, host_key, introduce, receive, reports, send, signature
 from fddp.runtime.place import is_of_this_host, place_of
-from fddp.runtime.watching import allow_files
+from fddp.runtime.watching import allow_files, wait_readable
 from fddp.wording import printable
 
 TELL_S = 10.0  # seconds for which a rank that cannot join reports that to the other ranks
@@ -69,13 +68,9 @@ def meet_ranks(
     job: str = "",
     origin: str = "",
 ) -> ServiceAddresses:
-    """Waits until all ranks have reached rank 0; returns the addresses of JAX's service.
-
-    Rank 0 and every other rank prove to each other that they know the job's secret. A rank that
-    cannot join, because of `problem`, reports that: no rank waits for it, and all raise the same
-    error. `job` distinguishes jobs that use the same port; it may be ''. `origin` says where this
-    process read its rank.
-    """
+    """Waits until all ranks have reached rank 0; returns the addresses of JAX's service."""
+    # A rank with a `problem` reports it: all ranks raise the same error, and none waits. `job`
+    # distinguishes jobs that use one port. `origin` says where this process read its rank.
     place = place_of(coordinator)
     end = time.monotonic() + timeout_s
     if problem:
@@ -164,21 +159,17 @@ def receive_ranks(
     guests: Guests, size: int, place: tuple[str, int], end: float, refusal: str, job: str
 ) -> tuple[str, ServiceAddresses]:
     """Accepts all ranks, then sends each the address of JAX's service or the problem."""
-    try:
-        problem = _open(guests, size, place, end, job)
-        guest_address, meeting = _places(guests, place[1])
-        answer = f"{GO}{guest_address} {meeting.host}"
-        if refusal:
-            problem = f"rank 0: {refusal}"
-        if problem:
-            answer = f"{STOP}{problem}"
-        for link in guests:
-            with suppress(OSError):  # the guest has just left, and JAX's service will notice
-                send(link, answer)
-        return problem or answer, meeting
-    finally:
-        for link in guests:
-            link.close()
+    problem = _open(guests, size, place, end, job)
+    guest_address, meeting = _places(guests, place[1])
+    answer = f"{GO}{guest_address} {meeting.host}"
+    if refusal:
+        problem = f"rank 0: {refusal}"
+    if problem:
+        answer = f"{STOP}{problem}"
+    for link in guests:
+        with link, suppress(OSError):  # the guest has just left, and JAX's service will notice
+            send(link, answer)
+    return problem or answer, meeting
 
 
 def _open(guests: Guests, size: int, place: tuple[str, int], end: float, job: str) -> str:
@@ -193,7 +184,9 @@ def _open(guests: Guests, size: int, place: tuple[str, int], end: float, job: st
         while len(guests) < size - 1:
             if time.monotonic() > end:
                 return problem or f"{missing_ranks(guests, size)} in time"
-            _drop_leavers(guests)
+            for link in wait_readable(guests, 0):  # closed: a guest sends nothing more
+                del guests[link]
+                link.close()
             with suppress(Empty):
                 words, link = called.get(timeout=LOOK_S)
                 refusal = _admit(guests, size, words, link)
@@ -202,17 +195,6 @@ def _open(guests: Guests, size: int, place: tuple[str, int], end: float, job: st
                     # Ranks that call later must receive the problem too.
                     end = min(end, time.monotonic() + TELL_S)
     return problem
-
-
-def _drop_leavers(guests: Guests) -> None:
-    """Drops the guests that closed their connection: a guest sends nothing more."""
-    with selectors.PollSelector() as watch:
-        for link in guests:
-            watch.register(link, selectors.EVENT_READ)
-        for key, _ in watch.select(0):
-            link: Any = key.fileobj
-            del guests[link]
-            link.close()
 
 
 def _admit(guests: Guests, size: int, words: str, link: socket.socket) -> str:

@@ -5,7 +5,6 @@ Source: `torch.distributed.init_process_group`.
 
 import importlib.util
 import os
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,12 +19,12 @@ from fddp.jax_internals import cache_small_programs
 from fddp.runtime.freed_memory import keep_freed_memory
 from fddp.runtime.hints import hint
 from fddp.runtime.jaxlib_faults import remark
-from fddp.runtime.join_mpi import join_mpi, mpi_size
-from fddp.runtime.join_service import join_service, on_cpus
+from fddp.runtime.join_mpi import join_mpi
+from fddp.runtime.join_service import join_service
 from fddp.runtime.launchers import launcher_variables, read_launch
 from fddp.runtime.packages import installed
 from fddp.runtime.place import Launch
-from fddp.runtime.watching import FAILED, follows_another
+from fddp.runtime.watching import FAILED, follows_another, write_stderr
 from fddp.wording import check_choice, check_has, check_seconds, check_switch, check_whole
 
 JOINED = "FDDP_JOINED"  # the process that joined, for processes that it starts
@@ -101,35 +100,34 @@ def init(
     cache_small_programs()
     if not _has_gpus():
         keep_freed_memory()
-    if _started and (elastic or request[:4] != (None,) * 4) and request != _started[0].request:
-        raise ValueError(
-            "fddp.init was called before with (backend, rank, size, coordinator, elastic) = "
-            f"{_started[0].request} and now with {request}; a process joins only one world: use "
-            "the first group, or divide it with group.subgroup."
-        )
-    if not _started:
-        undo = ExitStack()
-        launch = _with_arguments(read_launch(os.environ), rank, size, coordinator)
-        if backend != "local" and os.environ.get(JOINED) == _mark(os.getppid(), launch):
-            raise RuntimeError(
-                f"fddp.init: rank {launch.rank} of {launch.size} has started this process, which "
-                "has inherited its variables: call fddp.init('local') in it, or start it without "
-                f"{', '.join(launcher_variables(os.environ))}; fddp.launch starts ranks of their "
-                "own."
+    if _started:
+        if (elastic or request[:4] != (None,) * 4) and request != _started[0].request:
+            raise ValueError(
+                "fddp.init was called before with (backend, rank, size, coordinator, elastic) = "
+                f"{_started[0].request} and now with {request}; a process joins only one world: "
+                "use the first group, or divide it with group.subgroup."
             )
-        if launch.size > 1:
-            os.environ[JOINED] = _mark(os.getpid(), launch)
-        if elastic:
-            group = _elastic(backend, launch, timeout_s, stall_s, undo)
-            _started.append(World(request, group, undo))
-            return group
+        return _started[0].group
+    undo = ExitStack()
+    launch = _with_arguments(read_launch(os.environ), rank, size, coordinator)
+    if backend != "local" and os.environ.get(JOINED) == _mark(os.getppid(), launch):
+        raise RuntimeError(
+            f"fddp.init: rank {launch.rank} of {launch.size} has started this process, which "
+            "has inherited its variables: call fddp.init('local') in it, or start it without "
+            f"{', '.join(launcher_variables(os.environ))}; fddp.launch starts ranks of their own."
+        )
+    if launch.size > 1:
+        os.environ[JOINED] = _mark(os.getpid(), launch)
+    if elastic:
+        group = _elastic(backend, launch, timeout_s, stall_s, undo)
+    else:
         if backend != "local" and not jax.distributed.is_initialized():
             _say(launch, hint(launch, os.environ))
         group = _start(backend or _pick(launch), launch, timeout_s, stall_s, undo)
         if jax.default_backend() == "cpu":
             _say(launch, remark(installed("jaxlib") or "", os.environ.get("XLA_FLAGS", "")))
-        _started.append(World(request, group, undo))
-    return _started[0].group
+    _started.append(World(request, group, undo))
+    return group
 
 
 def shutdown() -> None:
@@ -173,7 +171,6 @@ def renew(group: Group) -> None:
 
 def on_leaving(undo: Callable[[], object]) -> None:
     """Makes `shutdown` call `undo` before it waits for the other ranks."""
-    init()
     _started[0].undo.callback(undo)
 
 
@@ -218,7 +215,7 @@ _started: list[World] = []
 
 def _pick(launch: Launch) -> str:
     if jax.distributed.is_initialized():
-        return "gloo" if on_cpus() else "nccl"
+        return "gloo" if jax.default_backend() == "cpu" else "nccl"
     if launch.size == 1:
         return "local"
     if _has_gpus():
@@ -234,16 +231,17 @@ def _pick(launch: Launch) -> str:
         _say(launch, f"{launcher}: backend 'gloo'; fddp.init('mpi') takes MPI, if it starts there.")
     if not launch.by_mpi:
         return "gloo"
-    # Ranks with a coordinator can do without MPI.
-    if launch.coordinator and (size := mpi_size()) != launch.size:
-        _say(launch, f"{launch.launcher} says {launch.size} ranks, MPI {size}: backend 'gloo'.")
-        return "gloo"
+    if launch.coordinator:  # ranks with a coordinator can do without MPI
+        size = import_module("mpi4py.MPI").COMM_WORLD.size
+        if size != launch.size:
+            _say(launch, f"{launch.launcher} says {launch.size} ranks, MPI {size}: backend 'gloo'.")
+            return "gloo"
     return "mpi"
 
 
 def _say(launch: Launch, line: str) -> None:
     if line and launch.rank == 0:
-        print(f"fddp: {line}", file=sys.stderr, flush=True)
+        write_stderr(line)
 
 
 def _has_gpus() -> bool:
@@ -270,10 +268,9 @@ def _start(
 def _elastic(
     backend: str | None, launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack
 ) -> Group:
-    if backend is None and launch.by_mpi and not launch.coordinator:
-        raise ValueError(NOT_ELASTIC["mpi"])
-    if backend is None and _has_gpus():
-        raise ValueError(NOT_ELASTIC["nccl"])
+    over_mpi = launch.by_mpi and not launch.coordinator
+    if backend is None and (over_mpi or _has_gpus()):
+        raise ValueError(NOT_ELASTIC["mpi" if over_mpi else "nccl"])
     # A room above this one, which only elastic jobs load.
     return import_module("fddp.elastic").join_job(launch, timeout_s, stall_s, undo)
 

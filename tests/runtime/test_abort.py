@@ -64,9 +64,8 @@ def test_an_error_ends_the_world_though_nothing_takes_the_output():
     script = (
         "import os, sys\n"
         "from fddp.comm import Journal\n"
-        "from fddp.runtime.watching import Ending, end_together\n"
-        "parts = lambda _: None, lambda _: False, lambda: None, lambda: os._exit(7)\n"
-        "end_together(0, 2, Ending(*parts), Journal())\n"
+        "from fddp.runtime.watching import end_together\n"
+        "end_together(0, 2, Journal(), lambda _: False, lambda: os._exit(7))\n"
         "sys.stdout.write('progress')\n"
         "raise RuntimeError('on purpose')"
     )
@@ -82,9 +81,8 @@ def test_an_error_without_a_text_ends_the_world_too():
     script = (
         "import os\n"
         "from fddp.comm import Journal\n"
-        "from fddp.runtime.watching import Ending, end_together\n"
-        "end_together(0, 2, Ending(print, lambda _: False, lambda: None, lambda: os._exit(7)), "
-        "Journal())\n"
+        "from fddp.runtime.watching import end_together\n"
+        "end_together(0, 2, Journal(), lambda _: False, lambda: os._exit(7), print)\n"
         "class Odd(Exception):\n"
         "    def __str__(self): return self.text\n"
         "raise Odd"

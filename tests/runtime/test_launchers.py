@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -412,7 +413,8 @@ def started(env: Mapping[str, str], *, mpi_ranks: int = 1, **arguments: Any) -> 
         patch.setattr(world, "_started", [])
         patch.setattr(world, "remark", lambda *_: "")  # on the installed jaxlib
         patch.setattr(world, "_has_gpus", lambda: False)
-        patch.setattr(world, "mpi_size", lambda: mpi_ranks)
+        mpi = SimpleNamespace(COMM_WORLD=SimpleNamespace(size=mpi_ranks))
+        patch.setattr(world, "import_module", lambda name: mpi)
         patch.setattr(world, "_start", lambda backend, launch, *_: (backend, launch))
         start: Any = fddp.init(**arguments)
     return start

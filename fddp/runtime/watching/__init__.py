@@ -5,7 +5,6 @@ process for each rank, and loads nothing else of fddp. The last messages of each
 after the job. This room imports comm.
 """
 
-from fddp.runtime.watching.abort import Ending as Ending
 from fddp.runtime.watching.abort import end_together as end_together
 from fddp.runtime.watching.abort import flush_output as flush_output
 from fddp.runtime.watching.abort import follows_another as follows_another
@@ -14,5 +13,5 @@ from fddp.runtime.watching.abort import leave as leave
 from fddp.runtime.watching.abort import poll as poll
 from fddp.runtime.watching.flight_records import flight_text, read_flights
 from fddp.runtime.watching.watchdog import shared_recorder, watched
-from fddp.runtime.watching.watcher.links import allow_files
+from fddp.runtime.watching.watcher.links import allow_files, wait_readable, write_stderr
 from fddp.runtime.watching.watcher.shared_memory import FAILED, LEFT

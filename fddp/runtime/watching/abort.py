@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import NamedTuple
 
 import jax
 
@@ -27,34 +26,31 @@ GRACE_S = 5.0
 VERDICT_S = 3.0
 
 
-class Ending(NamedTuple):
-    """Operations of a transport on the failures of ranks."""
-
-    tell: Callable[[str], None]
-    """Publishes this rank's message to the other ranks."""
-    all_failed: Callable[[float], bool]
-    """Seconds → True if every rank fails in this time."""
-    cause: Callable[[], str | None]
-    """The message of the rank that took the world down; None without one."""
-    abort: Callable[[], None]
-    """Ends this process at once, and thereby the other ranks."""
-
-
-def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None:
+def end_together(
+    rank: int,
+    size: int,
+    journal: Journal,
+    all_failed: Callable[[float], bool],
+    abort: Callable[[], None],
+    tell: Callable[[str], object] = lambda message: None,
+    cause: Callable[[], str | None] = lambda: None,
+) -> None:
     """Replaces `sys.excepthook`: an uncaught exception on one rank ends the script on all ranks."""
+    # `all_failed(seconds)` is True if every rank fails in this time. `abort` ends this process at
+    # once, and thereby the other ranks. `tell` publishes this rank's message; `cause` returns that
+    # of the rank that took the world down, None without one.
     grace_s = read_grace(os.environ)
-
     name = f"fddp: rank {rank} of {size}"
 
     def end(message: str, report: str, short_report: str) -> None:
         """Prints a short report if another rank prints the failure of all ranks."""
-        ending.tell(f"rank {rank}: {message}")
-        together = ending.all_failed(grace_s)
+        tell(f"rank {rank}: {message}")
+        together = all_failed(grace_s)
         if together and rank:
             report = short_report
         flush_output(report)
         if not together:
-            ending.abort()
+            abort()
 
     def on_exception(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -65,10 +61,9 @@ def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None
         if follows_another(error, journal):
             leave()
         journal.say(FAILED)
-        cause = ending.cause()
-        if cause is not None:
-            flush_output(f"{name} ends because of {cause}\n")
-            ending.abort()
+        if (message := cause()) is not None:
+            flush_output(f"{name} ends because of {message}\n")
+            abort()
         message = f"{kind.__name__}: {_text(error)}"
         details = "".join(traceback.format_exception(kind, error, trace))
         short_report = f"{name} failed as the others did: {message}\n"
@@ -102,13 +97,10 @@ def _text(error: BaseException) -> str:
 def read_grace(env: Mapping[str, str]) -> float:
     """Reads `FDDP_GRACE_S`: seconds for which a failed rank waits for all ranks to fail."""
     text = env.get("FDDP_GRACE_S", str(GRACE_S))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"FDDP_GRACE_S must be a number of seconds of 0 or more, got {text!r}.")
-    return seconds
+    with suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise ValueError(f"FDDP_GRACE_S must be a number of seconds of 0 or more, got {text!r}.")
 
 
 def poll(done: Callable[[], bool], seconds: float) -> bool:
