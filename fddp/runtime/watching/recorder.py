@@ -84,7 +84,6 @@ class Recorder(Journal):
         self.between()
 
     def launched(self, result: Any) -> None:
-        """Records the results of an asynchronous step, which ends when the last is ready."""
         self._launched.append(jax.tree.leaves(result)[-1])
         self.say(LAUNCHED)
 
@@ -110,12 +109,10 @@ class Recorder(Journal):
         return self.finding()
 
     def ask_to_stop(self) -> None:
-        """Records that this process must end soon; safe in a signal handler."""
         # The handler may have interrupted a write, which then writes the earlier value once more.
         self._write(told=True)
 
     def stops(self) -> bool:
-        """True if all ranks stop now: the n-th call gets the same answer on every rank."""
         time_s = time.monotonic()
         between_s = time_s - self._asked_at
         self._asked_at = time_s

@@ -70,18 +70,33 @@ def watched(
     service_files: Sequence[int] = (),
     pmi_fd: int | None = None,
 ) -> Group:
-    """Starts this rank's watcher if the job has several ranks; returns the group with its journal.
-
-    Every rank calls it, with the results of `shared_recorder`. The watcher holds `service_files`
-    open for its whole life, and the socket to mpiexec (`pmi_fd`) longer than the rank.
-    """
+    """Starts the watcher of a rank of several; returns the group with its journal."""
+    # The watcher holds `service_files` open for its whole life, `pmi_fd` longer than the rank.
     group = replace(group, journal=recorder)
     if group.processes == 1 or os.name != "posix":
         return group
     shared, links = _links(group)
     job = {"rank": group.rank, "size": group.processes, "parent": os.getpid(), "memory": file}
     job |= {"stall_s": stall_s, "grace_s": GRACE_S, "pmi_fd": pmi_fd, **shared}
-    _start(job, links, service_files)
+    numbers = [link.fileno() for link in links]
+    files = [file, *numbers, *service_files]
+    if pmi_fd is not None:
+        files.append(pmi_fd)
+    # A new session: a signal to the rank's process group must not end the watcher.
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", WATCHER, str(Path(__file__).parent)],
+        pass_fds=files,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    )
+    stdin: Any = process.stdin
+    with stdin:
+        json.dump(job | {"links": numbers}, stdin)
+    for link in links:
+        link.close()
+    process.returncode = 0  # never waited for: it outlives this process
     _finish_at_exit(recorder)
     threading.Thread(target=_live, args=(recorder,), name="fddp-life", daemon=True).start()
     return group
@@ -168,27 +183,3 @@ def _links(group: Group) -> tuple[dict[str, Any], list[socket.socket]]:
             while len(links) < group.processes - 1:
                 links.append(called.get(timeout=START_S)[1])
     return shared, links
-
-
-def _start(
-    job: dict[str, Any], links: Sequence[socket.socket], service_files: Sequence[int]
-) -> None:
-    numbers = [link.fileno() for link in links]
-    files = [job["memory"], *numbers, *service_files]
-    if job["pmi_fd"] is not None:
-        files.append(job["pmi_fd"])
-    # A new session: a signal to the rank's process group must not end the watcher.
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", WATCHER, str(Path(__file__).parent)],
-        pass_fds=files,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-        text=True,
-    )
-    stdin: Any = process.stdin
-    with stdin:
-        json.dump(job | {"links": numbers}, stdin)
-    for link in links:
-        link.close()
-    process.returncode = 0  # never waited for: it outlives this process

@@ -97,13 +97,8 @@ class WatchedRank:
             end = slot.pop("end")
             if not begin:
                 continue
-            slot |= {
-                "step": slot["step"] + report["before"],
-                "began_s": begin - time_s,
-                "took_s": None,
-            }
-            if end:
-                slot["took_s"] = end - begin
+            slot["step"] += report["before"]
+            slot |= {"began_s": begin - time_s, "took_s": end - begin if end else None}
             messages.append(slot)
         summary = {
             "rank": report["rank"],

@@ -39,7 +39,8 @@ class Record(NamedTuple):
 
     def write(self, memory: mmap | bytearray, *values: float | str) -> None:
         """Writes all fields while another process may read them; truncates long texts."""
-        packed = self.layout.pack(*map(_packed, values))
+        fields = [x.encode(errors="replace") if isinstance(x, str) else x for x in values]
+        packed = self.layout.pack(*fields)
         memory[self.place : self.end] = packed  # `pack_into` would fill it with zeros first
 
     def read(self, memory: mmap | bytearray) -> dict[str, Any]:
@@ -47,7 +48,10 @@ class Record(NamedTuple):
         packed = bytes(memory[self.place : self.end])
         while (second := bytes(memory[self.place : self.end])) != packed:
             packed = second
-        return dict(zip(self.names, map(_unpacked, self.layout.unpack(packed))))
+        return {
+            name: x.rstrip(b"\0").decode(errors="replace") if isinstance(x, bytes) else x
+            for name, x in zip(self.names, self.layout.unpack(packed))
+        }
 
 
 def message(number: int) -> Record:
@@ -61,18 +65,6 @@ def _record(offset: int, **formats: str) -> Record:
     """Makes the record behind an offset; the formats of its fields are those of `struct`."""
     layout = struct.Struct("<" + "".join(formats.values()))
     return Record(-(-offset // LINE) * LINE, layout, tuple(formats))
-
-
-def _packed(value: float | str) -> float | bytes:
-    if isinstance(value, str):
-        return value.encode(errors="replace")
-    return value
-
-
-def _unpacked(value: float | bytes) -> float | str:
-    if isinstance(value, bytes):
-        return value.rstrip(b"\0").decode(errors="replace")
-    return value
 
 
 ### The records

@@ -6,6 +6,7 @@ Source: the stall check of Horovod; PyTorch's monitored barrier.
 """
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from .shared_memory import AFTER_ERROR, BETWEEN, EXITED, FAILED, FINISHED, OF, STEP
@@ -31,7 +32,12 @@ class Verdict(NamedTuple):
 
 def judge(reports: Mapping[int, Report], time_s: float, stall_s: float | None) -> Verdict | None:
     """Judges a job by the ranks' last reports, by the clock of `heard`; None without a fault."""
-    every = list(reports.values())
+    every = list[Report]()
+    for report in reports.values():
+        age_s = time_s - report["heard"]
+        ages = {"still": report["still"] + age_s, "lifeless": report["lifeless"] + age_s}
+        # `met` is False for a rank whose watcher never sent a message.
+        every.append({"met": True, **report, **ages, "unheard": age_s})
     active = [report for report in every if not report["done"]]
     failed = [report for report in every if report["doing"] == FAILED]
     finished = [report for report in every if report["doing"].startswith((FINISHED, EXITED))]
@@ -42,7 +48,7 @@ def judge(reports: Mapping[int, Report], time_s: float, stall_s: float | None) -
         for waiter in active:
             waits = waiter["together"] and leaver["calls"] < waiter["calls"]
             # A failed call does not count. A rank that dies is heard of within this time.
-            late = waiter["still"] + time_s - waiter["heard"] > AFTER_S
+            late = waiter["still"] > AFTER_S
             fails = waiter["doing"] == AFTER_ERROR and leaver["calls"] <= waiter["calls"] and late
             if (waits or fails) and (leaver in finished or leaver in failed_dead):
                 return report_early_end(leaver, waiter)
@@ -53,26 +59,22 @@ def judge(reports: Mapping[int, Report], time_s: float, stall_s: float | None) -
         words = f"rank {first['rank']} failed after {first['steps'] + first['before']} steps"
         waiter = f"rank {finished[0]['rank']} has finished and waits for it"
         return Verdict(f"{words}, and {waiter}", True)
-    fault = stalled(active, time_s, stall_s) or missing(active, finished, time_s, stall_s)
-    return fault or abandoned(active, finished, time_s, stall_s)
+    fault = stalled(active, stall_s) or missing(active, finished, stall_s)
+    return fault or abandoned(active, finished, stall_s)
 
 
 def report_death(dead: Sequence[Report], failed: Sequence[Report], time_s: float) -> Verdict | None:
     """Reports the first death, or the failure that caused it."""
-    first = first_of(dead)
+    # Of simultaneous deaths that of a rank without a pending message: a rank with a message waited
+    # for another rank, which is more likely the cause.
+    end_s = min(report["gone"] for report in dead) + AT_ONCE_S
+    simultaneous = [report for report in dead if report["gone"] < end_s]
+    first = min(simultaneous, key=lambda report: (bool(report["sending"]), report["gone"]))
     if time_s <= first["gone"] + AFTER_S:
         return None
     if failed:  # a failed rank ends the other ranks itself
         return Verdict(f"rank {failed[0]['rank']} failed", True)
     return Verdict(f"rank {first['rank']} died {where(first)}", True)
-
-
-def first_of(dead: Sequence[Report]) -> Report:
-    """Picks the rank that died first; of simultaneous deaths preferably one without a message."""
-    end_s = min(report["gone"] for report in dead) + AT_ONCE_S
-    simultaneous = [report for report in dead if report["gone"] < end_s]
-    # A rank with a pending message waited for another rank, which is more likely the cause.
-    return min(simultaneous, key=lambda report: (bool(report["sending"]), report["gone"]))
 
 
 def report_early_end(leaver: Report, waiter: Report) -> Verdict:
@@ -86,7 +88,7 @@ def report_early_end(leaver: Report, waiter: Report) -> Verdict:
     return Verdict(words, True)
 
 
-def stalled(reports: Sequence[Report], time_s: float, stall_s: float | None) -> Verdict | None:
+def stalled(reports: Sequence[Report], stall_s: float | None) -> Verdict | None:
     """Reports ranks that wait in a step while no rank makes progress."""
     if not reports:
         return None
@@ -98,7 +100,7 @@ def stalled(reports: Sequence[Report], time_s: float, stall_s: float | None) -> 
         report for report in reports if report["together"] and (report["steps"] > 1 or stopped)
     ]
     # A running watcher reports all the time.
-    lost = any(time_s - report["heard"] > usual_s and has_met(report) for report in reports)
+    lost = any(report["unheard"] > usual_s and report["met"] for report in reports)
     if lost:
         # Some ranks wait in messages of a smaller group: only a lost rank is a fault.
         waiting = [report for report in reports if report["together"] or report["sending"]]
@@ -108,11 +110,11 @@ def stalled(reports: Sequence[Report], time_s: float, stall_s: float | None) -> 
     # The pace is known after three steps.
     if not (stall_s or lost or stopped or any(report["steps"] > 3 for report in waiting)):
         limit_s *= PATIENCE
-    quiet_s = min(report["still"] + time_s - report["heard"] for report in reports)
+    quiet_s = min(report["still"] for report in reports)
     if quiet_s < limit_s:
         return None
     busy = False
-    stuck = [report for report in reports if lifeless_s(report, time_s) > silence_s]
+    stuck = [report for report in reports if report["lifeless"] > silence_s]
     if not stuck:
         progress = [(report["calls"], report["messages"]) for report in reports]
         least = min(progress)
@@ -122,9 +124,7 @@ def stalled(reports: Sequence[Report], time_s: float, stall_s: float | None) -> 
     together = [report for report in reports if report["together"]]
     gathering = {report["sending"].startswith("gather") for report in together if report["sending"]}
     waiting += together
-    texts = [
-        f"rank {report['rank']} {condition(report, time_s, silence_s)}" for report in stuck[:4]
-    ]
+    texts = [f"rank {report['rank']} {condition(report, silence_s)}" for report in stuck[:4]]
     if len(stuck) > 4:
         texts.append(f"{len(stuck) - 4} more are behind")
     if blocked := [report for report in reports if report in waiting and report not in stuck]:
@@ -151,34 +151,34 @@ def stalled(reports: Sequence[Report], time_s: float, stall_s: float | None) -> 
 
 
 def missing(
-    active: Sequence[Report], finished: Sequence[Report], time_s: float, stall_s: float | None
+    active: Sequence[Report], finished: Sequence[Report], stall_s: float | None
 ) -> Verdict | None:
     """Reports a lifeless rank if finished ranks wait for it. A live rank may take any time."""
-    met = list(filter(has_met, active))
+    met = [report for report in active if report["met"]]
     if not (met and finished):
         return None
     limit_s = longest(active, stall_s)
-    silent = max(met, key=lambda report: lifeless_s(report, time_s))
+    silent = max(met, key=itemgetter("lifeless"))
     # A rank waits only once it has finished. By then a live rank with a dead watcher may have been
     # silent for a long time.
-    waited_s = max(report["still"] + time_s - report["heard"] for report in finished)
-    quiet_s = min(lifeless_s(silent, time_s), waited_s)
+    waited_s = max(report["still"] for report in finished)
+    quiet_s = min(silent["lifeless"], waited_s)
     if quiet_s <= limit_s:
         return None
     end_s = PATIENCE * limit_s
-    if silent["stopped"] or time_s - silent["heard"] > limit_s:
+    if silent["stopped"] or silent["unheard"] > limit_s:
         end_s = 2 * limit_s
-    words = f"rank {silent['rank']} {condition(silent, time_s, silence(active, stall_s))}"
+    words = f"rank {silent['rank']} {condition(silent, silence(active, stall_s))}"
     words += f", and rank {finished[0]['rank']} has finished and waits for it"
     return Verdict(words, quiet_s > end_s)
 
 
 def abandoned(
-    active: Sequence[Report], finished: Sequence[Report], time_s: float, stall_s: float | None
+    active: Sequence[Report], finished: Sequence[Report], stall_s: float | None
 ) -> Verdict | None:
     """Reports ranks that all wait in smaller groups, whose calls are not counted."""
     waits = [report["sending"] or is_outside(report) * report["doing"] for report in active]
-    quiet_s = min((report["still"] + time_s - report["heard"] for report in active), default=0)
+    quiet_s = min((report["still"] for report in active), default=0)
     if not (finished and active and all(waits)) or quiet_s < longest(active, stall_s):
         return None
     ranks = ", ".join(str(report["rank"]) for report in finished)
@@ -197,18 +197,8 @@ def silence(reports: Sequence[Report], stall_s: float | None) -> float:
     return min(SILENT_S, longest(reports, stall_s))
 
 
-def lifeless_s(report: Report, time_s: float) -> float:
-    """Seconds since a rank's last sign of life."""
-    return report["lifeless"] + time_s - report["heard"]
-
-
-def has_met(report: Report) -> bool:
-    """False for a rank whose watcher never sent a message."""
-    return report.get("met", True)
-
-
-def condition(report: Report, time_s: float, silence_s: float) -> str:
-    if time_s - report["heard"] > silence_s:
+def condition(report: Report, silence_s: float) -> str:
+    if report["unheard"] > silence_s:
         return f"has not been heard of, {where(report)} (its host, or the network)"
     if report["stopped"]:
         return f"is stopped {where(report)}"
