@@ -55,14 +55,10 @@ def kill_groups(pids: Iterable[int]) -> None:
     for pid in pids:
         with suppress(ChildProcessError, ProcessLookupError, PermissionError):
             exit_code(pid)  # raises for a reaped child
-            _kill_group(pid)
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # the child has no group yet
-        os.kill(pid, signal.SIGKILL)
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):  # the child has no group yet
+                os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -110,7 +106,9 @@ def shown(
                     continue
                 try:
                     with _writing[name]:
-                        _write(out.fileno(), line)
+                        # Without a buffer: Python aborts at its end if a thread holds its lock.
+                        while line:
+                            line = line[os.write(out.fileno(), line) :]
                 except OSError as error:  # a full disk, or no reader: the ranks continue
                     with Path(os.devnull).open("wb") as nowhere:
                         os.dup2(nowhere.fileno(), out.fileno())
@@ -136,12 +134,6 @@ def drain(readers: Iterable[threading.Thread], limit_s: float, signals: Sequence
             reader.join(LOOK_S)
             if not any(lock.locked() for lock in _writing.values()):
                 limit_s -= LOOK_S
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    """Writes without a buffer: Python aborts at its end if a thread holds the lock of one."""
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 def _of_each_rank(stream: IO[bytes], rank: bytes) -> Iterator[bytes]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from fddp.runtime.mpi_vendors import loaded
+from fddp.runtime.mpi_vendors import launchers, loaded
 from fddp.runtime.replacing import supervise_ranks
-from fddp.runtime.supervisor import Job, launcher, supervise
+from fddp.runtime.supervisor import Job, supervise
 from fddp.runtime.watching import flight_text, read_flights
 
 MOST_RESTARTS = 1000
@@ -50,17 +50,17 @@ def run_run(args: argparse.Namespace) -> int:
             "--elastic starts processes over Gloo or NCCL: an MPI job ends with its first dead "
             "rank. Leave out --by mpiexec, or use --restarts, which restarts the whole job."
         )
+    over_mpi = args.by == "mpiexec" or (not args.by and bool(hosts or find_spec("mpi4jax")))
     if args.elastic:
-        restarts = MOST_RESTARTS if args.restarts is None else args.restarts
-        program = launcher(loaded()[0]) if hosts else None
-        return supervise_ranks(Job(command, args.ranks, hosts, restarts, args.least, program))
-    program = None
-    if args.by == "mpiexec" or (not args.by and (hosts or find_spec("mpi4jax"))):
-        program = launcher(loaded()[0])
+        over_mpi = bool(hosts)  # mpiexec starts each rank there
+    program = next(launchers(loaded()[0]), None) if over_mpi else None
     if args.by == "mpiexec" and program is None:
         raise ValueError(
             "--by mpiexec: mpiexec is not installed here: pip install mpich, or use --by processes."
         )
+    if args.elastic:
+        restarts = MOST_RESTARTS if args.restarts is None else args.restarts
+        return supervise_ranks(Job(command, args.ranks, hosts, restarts, args.least, program))
     return supervise(Job(command, args.ranks, hosts, args.restarts or 0, args.least, program))
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from fddp.runtime.children import (
     LOOK_S,
@@ -47,13 +46,6 @@ SOON_S = 60.0
 ATTEMPTS = 3
 
 
-class Running(NamedTuple):
-    """A rank's process."""
-
-    process: subprocess.Popen[bytes]
-    since: float
-
-
 def supervise_ranks(job: Job) -> int:
     """Runs an elastic job; returns 0 if a rank reached its end, else the last failure's status."""
     with (
@@ -66,7 +58,7 @@ def supervise_ranks(job: Job) -> int:
         try:
             return ranks.watch(signals)
         finally:
-            kill([running.process for running in ranks.running.values()])
+            kill([*ranks.running.values()])
             drain(ranks.readers, END_S, signals)
 
 
@@ -78,7 +70,8 @@ class _Ranks:
         self._env = env
         self._worlds = worlds(job.ranks, job.hosts)
         self._due = dict.fromkeys(range(job.ranks), 0.0)  # rank → when to start it
-        self.running = dict[int, Running]()
+        self.running = dict[int, subprocess.Popen[bytes]]()
+        self._started_at = dict[int, float]()
         self.readers = list[threading.Thread]()
         self._restarts = 0
         self._silenced = set[int]()  # processes that `_end_lost` has ended
@@ -94,19 +87,19 @@ class _Ranks:
             now = time.monotonic()
             for rank in [rank for rank, due in self._due.items() if due <= now]:
                 self._start(rank, now)
-            for rank, running in list(self.running.items()):
-                status = exit_code(running.process.pid)
+            for rank, process in list(self.running.items()):
+                status = exit_code(process.pid)
                 if status is None:
                     continue
-                kill_groups([running.process.pid])
-                running.process.wait()
+                kill_groups([process.pid])
+                process.wait()
                 del self.running[rank]
                 if status == 0:
                     finished = True
                     Path(self._env[FOLDER], FINISHED).touch()
                 else:
                     code = status
-                    self._fail(rank, running, status, again=not (finished or signals))
+                    self._fail(rank, process.pid, status, again=not (finished or signals))
             if finished:
                 self._due.clear()
             self._end_lost()
@@ -120,24 +113,24 @@ class _Ranks:
                 return exit_status(code)
             for number in signals[forwarded:]:
                 self._due.clear()
-                forward([running.process for running in self.running.values()], number)
+                forward([*self.running.values()], number)
                 if number not in WARNING:
                     deadline = min(deadline, now + END_S)
                 forwarded += 1
             if now > deadline:
-                kill_groups(running.process.pid for running in self.running.values())
+                kill_groups(process.pid for process in self.running.values())
             time.sleep(LOOK_S)
 
     def _end_lost(self) -> None:
         """Ends the processes of this host that other ranks report as silent or stuck."""
         for file in Path(self._env[FOLDER], LOST).glob("*-*-*"):
             file.unlink()
-            rank, process, _ = file.name.split("-")
-            running = self.running.get(int(rank))
-            if running and running.process.pid == int(process):
+            rank, pid, _ = file.name.split("-")
+            process = self.running.get(int(rank))
+            if process and process.pid == int(pid):
                 print_line(f"rank {rank} is silent or stuck: it is ended.")
-                self._silenced.add(int(process))
-                kill_groups([int(process)])
+                self._silenced.add(process.pid)
+                kill_groups([process.pid])
 
     def _has_state(self) -> bool:
         """False if all members have ended; those on other hosts are not known here."""
@@ -145,7 +138,7 @@ class _Ranks:
         if self._job.hosts or not file.exists():
             return True
         members = {int(uid.split("-")[1]) for _, uid, _ in json.loads(file.read_text())}
-        return any(running.process.pid in members for running in self.running.values())
+        return any(process.pid in members for process in self.running.values())
 
     def _start(self, rank: int, now: float) -> None:
         del self._due[rank]
@@ -156,12 +149,12 @@ class _Ranks:
             words = [*on_hosts(job, [host], [FOLDER, *self._worlds[rank]]), *words]
         process = start_process(words, {**self._env, **self._worlds[rank]})
         self.readers += shown(process, f"[{rank}] ", threading.Event())
-        self.running[rank] = Running(process, now)
+        self.running[rank] = process
+        self._started_at[rank] = now
 
-    def _fail(self, rank: int, running: Running, status: int, *, again: bool) -> None:
+    def _fail(self, rank: int, pid: int, status: int, *, again: bool) -> None:
         now = time.monotonic()
-        silenced = running.process.pid in self._silenced
-        soon = not silenced and now - running.since < SOON_S
+        soon = pid not in self._silenced and now - self._started_at[rank] < SOON_S
         self._quick_failures[rank] = self._quick_failures[rank] + 1 if soon else 0
         words = f"rank {rank} ended {describe_end(status)}"
         if self._quick_failures[rank] == ATTEMPTS:

@@ -7,6 +7,7 @@ Source: `torch.multiprocessing.spawn`.
 """
 
 import importlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -33,8 +34,7 @@ from fddp.runtime.world import fails
 from fddp.wording import check_seconds, check_whole
 
 Result = TypeVar("Result")
-DONE = "done"
-FAILED = "failed"
+
 END_S = 10.0  # seconds for which a failed rank waits to be killed
 LOOK_S = 0.05  # between two checks for signals and ended ranks
 WATCHERS_S = 4.0  # for the watchers to report where a rank has died
@@ -79,15 +79,15 @@ def launch(
     if timeout_s is not None:
         check_seconds("fddp.launch: timeout_s", timeout_s)
     work = _pickled(fn, args)
-    end = float("inf")
-    if timeout_s is not None:
-        end = time.monotonic() + timeout_s
     ranks = list[Rank]()
-    with collect_signals(*_interrupts()) as signals:
+    # The signal, if it would raise a KeyboardInterrupt in this thread.
+    in_main = threading.current_thread() is threading.main_thread()
+    interrupts = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with collect_signals(*[signal.SIGINT] * interrupts) as signals:
         try:
             for world in worlds(processes):
                 ranks.append(_start(work, world))
-            _wait(ranks, end, timeout_s, signals)
+            _wait(ranks, timeout_s, signals)
         finally:
             kill_groups(rank.pid for rank in ranks)
             for rank in ranks:
@@ -123,10 +123,9 @@ class Rank:
         """Receives its messages so far; raises RuntimeError if one reports a failure."""
         try:
             while self.open and self.pipe.poll():
-                kind, payload = self.pipe.recv()
-                if kind == FAILED:
-                    raise RuntimeError(f"fddp.launch: {self.name} failed:\n{payload}")
-                self.result = payload
+                self.result, failure = self.pipe.recv()
+                if failure:
+                    raise RuntimeError(f"fddp.launch: {self.name} failed:\n{failure}")
         except (EOFError, OSError):  # it has ended, perhaps within a message, or closed its files
             self.open = False
 
@@ -172,18 +171,9 @@ def _start(work: bytes, world: Mapping[str, str]) -> Rank:
     return Rank(int(rank), f"rank {rank} of {world['FDDP_SIZE']}", process, pid, receiver)
 
 
-def _interrupts() -> list[int]:
-    """The signals that would raise a KeyboardInterrupt in this thread."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        return [signal.SIGINT]
-    return []
-
-
-def _wait(
-    ranks: Sequence[Rank], end: float, timeout_s: float | None, signals: Sequence[int]
-) -> None:
+def _wait(ranks: Sequence[Rank], timeout_s: float | None, signals: Sequence[int]) -> None:
     """Waits until all ranks have ended without error; a failure, signal or timeout raises."""
+    end = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
     pending = list(ranks)
     while pending:
         if signals:
@@ -219,11 +209,11 @@ def _run(work: bytes, pipe: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         fn, args = _unpickled(work)
-        pipe.send((DONE, _packed(fn, fn(*args))))
+        pipe.send((_packed(fn, fn(*args)), None))
     except BaseException as error:  # sys.exit too: the function has not returned
         if fails(error):
             flush_output()
-            pipe.send((FAILED, traceback.format_exc()))
+            pipe.send((None, traceback.format_exc()))
             time.sleep(END_S)  # until it is killed; if it left, the watchers would report that
         leave()
 

@@ -36,7 +36,6 @@ from fddp.runtime.children import (
     shown,
 )
 from fddp.runtime.launchers import worlds
-from fddp.runtime.mpi_vendors import launchers
 
 # From schedulers: the ranks save their state, in any time.
 WARNING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -110,9 +109,14 @@ def supervise(job: Job) -> int:
     ):
         if job.restarts:  # a restart reuses compiled programs
             env.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
-        code, words = _run(job, hosts, env, signals)
-        for restart in range(1, job.restarts + 1):
+        restart = 0
+        while True:
+            code, words = _run(job, hosts, env, signals)
             if code == 0 or signals:
+                return code
+            restart += 1
+            if restart > job.restarts:
+                print_line(f"{words}{', and all restarts are used up' * bool(job.restarts)}.")
                 return code
             with ThreadPoolExecutor(max(1, len(hosts))) as pool:
                 hosts = list(compress(hosts, pool.map(_answers, hosts)))
@@ -127,16 +131,6 @@ def supervise(job: Job) -> int:
             time.sleep(PAUSE_S)
             if signals:
                 return code
-            code, words = _run(job, hosts, env, signals)
-        if code and not signals:
-            used_up = ", and all restarts are used up" * bool(job.restarts)
-            print_line(f"{words}{used_up}.")
-        return code
-
-
-def launcher(vendor: str | None = None) -> tuple[str, str | None] | None:
-    """The mpiexec of this installation and its vendor; None without one."""
-    return next(launchers(vendor), None)
 
 
 ### One run

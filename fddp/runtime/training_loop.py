@@ -45,12 +45,12 @@ def preempted() -> bool:
       False
     """
     journal = init().journal
-    if not _before and threading.current_thread() is not threading.main_thread():
-        raise RuntimeError(
-            "fddp.preempted() handles SIGTERM, which Python allows on the main thread only: call "
-            "it once on the main thread, after fddp.init(), before another thread trains."
-        )
     if not _before:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "fddp.preempted() handles SIGTERM, which Python allows on the main thread only: "
+                "call it once on the main thread, after fddp.init(), before another thread trains."
+            )
         _take_over(journal)
     return journal.stops()
 

@@ -17,8 +17,9 @@ from processes import TESTS, UNOPTIMIZED, WORKERS, launch
 from fddp.__main__ import main
 from fddp.runtime import cores_for
 from fddp.runtime.commands import read_command
+from fddp.runtime.mpi_vendors import launchers
 from fddp.runtime.replacing import supervise_ranks
-from fddp.runtime.supervisor import Job, launcher, supervise
+from fddp.runtime.supervisor import Job, supervise
 
 PYTHON = (sys.executable, "-c")
 ENV = {
@@ -259,8 +260,9 @@ def test_lines_that_ranks_write_in_pieces_stay_whole_under_mpiexec(
     write = (
         "rank = os.environ['PMI_RANK']; [(os.write(1, text), time.sleep(0.05)) for text in pieces]"
     )
+    mpich = next(launchers("MPICH"), None)
     pieces = "pieces = [b'10 s ', b'so far', b'\\n', b'loss [1] 0.5\\nend ', b'without a newline']"
-    code, out, _ = end_of_ranks(capfd, f"{pieces}; {write}", ranks=2, mpiexec=launcher("MPICH"))
+    code, out, _ = end_of_ranks(capfd, f"{pieces}; {write}", ranks=2, mpiexec=mpich)
     by_rank = ("10 s so far", "end without a newline", "loss [1] 0.5")
     lines = [f"[{rank}] {line}" for rank in range(2) for line in by_rank]
     assert (code, sorted(out.replace("newline[", "newline\n[").splitlines())) == (0, lines)
@@ -273,7 +275,8 @@ def test_ranks_under_mpiexec_share_a_secret_and_have_their_own_cores(
     monkeypatch.delenv("FDDP_SECRET", raising=False)
     monkeypatch.delenv("HYDRA_BINDING", raising=False)
     shows = "print(os.environ['FDDP_SECRET'], *os.sched_getaffinity(0))"
-    code, out, _ = end_of_ranks(capfd, shows, ranks=2, mpiexec=launcher("MPICH"))
+    mpich = next(launchers("MPICH"), None)
+    code, out, _ = end_of_ranks(capfd, shows, ranks=2, mpiexec=mpich)
     (_, first, *cores), (_, second, *others) = map(str.split, out.splitlines())
     assert code == 0 and first == second and len(first) == 32
     usable = {str(core) for core in os.sched_getaffinity(0)}
@@ -506,7 +509,7 @@ def test_a_training_that_is_killed_twice_ends_with_the_bits_of_one_that_was_not(
     faults: tuple[str, ...],
     tmp_path: Path,
 ):
-    if by == "mpiexec" and launcher() is None:
+    if by == "mpiexec" and next(launchers(None), None) is None:
         pytest.skip("there is no mpiexec: install the extra 'mpi'.")
     env: Any = {"SHARD": shard, "BEFORE_KILL_S": before_kill_s}
     words = ("--by", by, "-n", str(size), "--restarts", "2")
