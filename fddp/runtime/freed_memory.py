@@ -16,10 +16,7 @@ VARIABLES = ("MALLOC_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Sets malloc's parameters for threads that start later; False if the user has set them.
-
-    Also False without `mallopt`.
-    """
+    """Sets malloc's parameters for later threads; False if there are none, or the user's."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name.startswith(VARIABLES) for name in environ):
         return False

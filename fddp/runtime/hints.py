@@ -11,8 +11,6 @@ from contextlib import suppress
 from fddp.runtime.launchers import NUMBERS, TORCH_VARIABLES, launcher_variables, numbered
 from fddp.runtime.place import Launch, integer, integer_if_set
 
-MEET = "set FDDP_RANK, FDDP_SIZE and FDDP_COORDINATOR=host:port of rank 0"
-
 
 def hint(launch: Launch, env: Mapping[str, str]) -> str:
     """Describes a likely mistake in the start of this process in a sentence; empty without one."""
@@ -61,7 +59,8 @@ def _missing_place(env: Mapping[str, str]) -> str:
             missing = [name for name in TORCH_VARIABLES if name not in env]
             return (
                 f"RANK={env['RANK']} and WORLD_SIZE={size} are set but not {', '.join(missing)}, "
-                f"so this process trains alone: start it with torchrun, or {MEET}."
+                "so this process trains alone: start it with torchrun, or set FDDP_RANK, FDDP_SIZE "
+                "and FDDP_COORDINATOR=host:port of rank 0."
             )
     with suppress(ValueError):
         if (integer_if_set(env, "JAX_NUM_PROCESSES") or 1) > 1:

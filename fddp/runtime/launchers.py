@@ -1,7 +1,7 @@
 """Reads a process's rank and coordinator from variables of mpirun, srun, torchrun or the user.
 
-Each launcher has one small function, from an environment to a `Launch` or None. The first `Launch`
-wins. The functions only read: they start nothing and open no connection to another host.
+Each launcher has a function from an environment to a `Launch` or None. The first `Launch` wins. The
+functions only read: they start nothing and open no connection to another host.
 
 Ranks of a launcher without a coordinator meet at `FDDP_COORDINATOR`. All such launchers but
 Kubernetes also start MPI programs, whose ranks meet by the launcher's PMI. An MPI without support
@@ -15,12 +15,14 @@ import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from fddp.comm import SECRET, new_secret
 from fddp.runtime.place import Launch, from_variables, integer, integer_if_set, text
 
 FDDP_VARIABLES = ("FDDP_RANK", "FDDP_SIZE")
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+WORLD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 JAX_VARIABLES = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")
 # Names of the variables that launchers set to give a process its rank and coordinator.
 SPOKEN = re.compile(
@@ -143,12 +145,14 @@ def _torchrun(env: Mapping[str, str]) -> Launch | None:
     return torch_variables(env, "torchrun")
 
 
-def _open_mpi(env: Mapping[str, str]) -> Launch | None:
-    if "OMPI_COMM_WORLD_RANK" not in env:
-        return None
-    numbers = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    place = from_variables(env, "Open MPI", *numbers, local_size="OMPI_COMM_WORLD_LOCAL_SIZE")
-    return replace(place, local_rank=integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"))  # always set
+def _from_names(launcher: str, names: Sequence[str], env: Mapping[str, str]) -> Launch | None:
+    """Reads rank, size, local rank and local size from variables; None if the first is not set."""
+    return from_variables(env, launcher, *names) if names[0] in env else None
+
+
+_open_mpi = partial(_from_names, "Open MPI", [f"OMPI_COMM_WORLD_{x}" for x in WORLD])
+_flux = partial(_from_names, "Flux", ["FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"])
+_mvapich = partial(_from_names, "MVAPICH", [f"MV2_COMM_WORLD_{x}" for x in WORLD])
 
 
 def _hydra(env: Mapping[str, str]) -> Launch | None:
@@ -163,24 +167,12 @@ def _hydra(env: Mapping[str, str]) -> Launch | None:
     return replace(place, pmi_fd=integer_if_set(env, "PMI_FD"))
 
 
-def _flux(env: Mapping[str, str]) -> Launch | None:
-    if "FLUX_TASK_RANK" not in env:
-        return None
-    return from_variables(env, "Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID")
-
-
-def _mvapich(env: Mapping[str, str]) -> Launch | None:
-    if "MV2_COMM_WORLD_RANK" not in env:
-        return None
-    numbers = ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE")
-    local_numbers = ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE")
-    return from_variables(env, "MVAPICH", *numbers, *local_numbers)
-
-
 def _slurm(env: Mapping[str, str]) -> Launch | None:
     # The variables of the step, not of the job: a script under sbatch without srun is one process
-    # in a job of any size. The step of prterun's daemons does not describe their ranks.
-    if "SLURM_STEP_NUM_TASKS" not in env or "SLURM_PROCID" not in env or _by_prrte(env):
+    # in a job of any size. The step of the daemons of PRRTE's prterun does not describe their
+    # ranks, unlike that of srun with PMIx.
+    by_prrte = not env.get("PMIX_NAMESPACE", "slurm.").startswith("slurm.") and "PMIX_RANK" in env
+    if "SLURM_STEP_NUM_TASKS" not in env or "SLURM_PROCID" not in env or by_prrte:
         return None
     # The port is equal on all ranks of a step. It differs between simultaneous steps: jobs are
     # numbered consecutively, and so are the steps of a job. The golden ratio spreads the jobs.
@@ -188,20 +180,13 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
     step = integer_if_set(env, "SLURM_STEP_ID") or 0
     port = _derived_port(GOLDEN * job + step)
     pmi = env.get("SLURM_MPI_TYPE")
-    if pmi == "none":
-        pmi = None
     return replace(
         from_variables(env, "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
         local_rank=integer(env, "SLURM_LOCALID"),
         coordinator=f"{_first_host(text(env, 'SLURM_STEP_NODELIST'))}:{port}",
-        pmi=pmi,
+        pmi=None if pmi == "none" else pmi,
         job=f"{job}.{step}",
     )
-
-
-def _by_prrte(env: Mapping[str, str]) -> bool:
-    """True if PRRTE's prterun started this process, rather than Slurm's srun with PMIx."""
-    return "PMIX_RANK" in env and not env.get("PMIX_NAMESPACE", "slurm.").startswith("slurm.")
 
 
 def _pals(env: Mapping[str, str]) -> Launch | None:

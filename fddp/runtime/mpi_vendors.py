@@ -38,8 +38,6 @@ import jax, mpi4jax
 jax.config.update("jax_platforms", "cpu")
 jax.local_devices()
 """
-
-
 SHARED_MIB = 6  # MPICH's memory in /dev/shm for each rank of a host
 
 
@@ -69,11 +67,8 @@ def loaded() -> tuple[str | None, str]:
     if run.returncode == 0:
         return vendor, ""
     if build_vendor and vendor:
-        return (
-            vendor,
-            f"mpi4jax was built with {_named(build_vendor[1]) or build_vendor[1]}, "
-            f"mpi4py has {vendor}",
-        )
+        built_with = _named(build_vendor[1]) or build_vendor[1]
+        return vendor, f"mpi4jax was built with {built_with}, mpi4py has {vendor}"
     if API in run.stderr:
         return vendor, f"mpi4jax was built with a newer jaxlib than {version('jaxlib')}"
     return vendor, (run.stderr.strip() or f"it ended with {run.returncode}").splitlines()[-1]

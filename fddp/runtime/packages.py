@@ -5,7 +5,6 @@ The extra `audit` installs the compiler without the rest of CUDA. JAX takes the 
 traceback at the start of every program. That is no fault: the compiler needs no GPU.
 """
 
-import importlib.util
 import logging
 import os
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +16,7 @@ VERSIONS = (13, 12)
 
 def missing_compiler() -> str | None:
     """Describes why this installation cannot compile for GPUs, and the remedy; None if it can."""
-    versions = [number for number in VERSIONS if _installed(f"jax_plugins.xla_cuda{number}")]
+    versions = [number for number in VERSIONS if installed(f"jax-cuda{number}-pjrt")]
     package = f"jax-cuda{[*versions, *VERSIONS][0]}-pjrt"
     install = f"pip install '{package}=={jax.__version__}'"
     if not versions:
@@ -29,18 +28,11 @@ def missing_compiler() -> str | None:
 
 def expect_no_gpu() -> None:
     """Silences JAX's check of CUDA, before JAX starts, if only the compiler is installed."""
-    without_cuda = not any(_installed(f"jax_cuda{number}_plugin") for number in VERSIONS)
-    if without_cuda and any(_installed(f"jax_plugins.xla_cuda{number}") for number in VERSIONS):
+    without_cuda = not any(installed(f"jax-cuda{number}-plugin") for number in VERSIONS)
+    if without_cuda and any(installed(f"jax-cuda{number}-pjrt") for number in VERSIONS):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
         for number in VERSIONS:
             logging.getLogger(f"jax_plugins.xla_cuda{number}").setLevel(logging.ERROR)
-
-
-def _installed(name: str) -> bool:
-    package = name.partition(".")[0]
-    return (
-        importlib.util.find_spec(package) is not None and importlib.util.find_spec(name) is not None
-    )
 
 
 def installed(name: str) -> str | None:

@@ -3,10 +3,10 @@
 Shapes are chosen so that operations are real and compiling is quick: rows are those of one replica.
 """
 
-import importlib.util
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from importlib.metadata import PackageNotFoundError
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -487,12 +487,10 @@ def test_an_unknown_target_is_refused_by_name(name):
 
 
 def test_a_missing_compiler_is_named(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: None if name.startswith("jax_plugins") else find(name),
-    )
+    def version_of(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("fddp.runtime.packages.version", version_of)
     with pytest.raises(RuntimeError, match=r"jax-cuda13-pjrt, not installed here: pip install"):
         target_group("h100:8")
 
