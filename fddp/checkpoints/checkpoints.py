@@ -117,7 +117,13 @@ class Checkpoints:
         if self._last is None:
             # A state that cannot be saved is refused at once, not after `every` steps.
             named_leaves(finished(state), ())
-            _check_place(place)
+            try:
+                json.dumps(place)
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"Checkpoints.save: place must be what JSON can hold, got {place!r:.60}: "
+                    f"{error}."
+                ) from None
         number = self._step.training.of(state.step)
         if self._last is None or number < self._seen:  # the script continues an earlier state
             self._last = number - 1
@@ -219,12 +225,3 @@ class Checkpoints:
             self.close()
         else:
             self.abandon()
-
-
-def _check_place(place: Any) -> None:
-    try:
-        json.dumps(place)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"Checkpoints.save: place must be what JSON can hold, got {place!r:.60}: {error}."
-        ) from None

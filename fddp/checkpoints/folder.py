@@ -60,10 +60,16 @@ def met(group: Group, path: Path, shard: str | None) -> Folder:
             return False
         return True
 
-    # From a read-only folder rank 0 reads for all ranks.
-    if not group.broadcast_object(on_rank_0(folder, open_folder)):  # it is read-only
+    if not from_rank_0(folder, open_folder):  # it is read-only: rank 0 reads for all ranks
         return folder
-    blind = _not_seen(group, meeting)
+    sees = False
+    with suppress(OSError):
+        (meeting / str(group.rank)).touch()
+        sees = True
+    visible = group.all_gather(np.array(sees))
+    if group.rank == 0:
+        shutil.rmtree(meeting, ignore_errors=True)
+    blind = np.flatnonzero(~visible).tolist()
     if blind and shard:
         paths = group.all_gather_object(str(path))
         cure = "give a folder that all hosts share"
@@ -79,27 +85,15 @@ def met(group: Group, path: Path, shard: str | None) -> Folder:
     return folder._replace(shared=not blind)
 
 
-def _not_seen(group: Group, meeting: Path) -> list[int]:
-    """The ranks whose files in a new folder rank 0 does not see; removes the folder. Collective."""
-    with suppress(OSError):
-        (meeting / str(group.rank)).touch()
-    group.barrier()
-    visible = group.broadcast(
-        np.array([os.access(meeting / str(rank), os.F_OK) for rank in range(group.processes)])
-    )
-    if group.rank == 0:
-        shutil.rmtree(meeting, ignore_errors=True)
-    return np.flatnonzero(~visible).tolist()
-
-
 def on_all(folder: Folder, act: Callable[[], Any]) -> Any:
     """Runs `act`, without collectives in it, on every rank; if a rank fails, all ranks raise."""
     return verify(folder.group, f"checkpoints in {folder.path}", act, nothing_to_compare)
 
 
-def on_rank_0(folder: Folder, act: Callable[[], Any]) -> Any:
-    """Runs `act` as `on_all` does, but only on rank 0; returns None on the other ranks."""
-    return on_all(folder, act if folder.group.rank == 0 else lambda: None)
+def from_rank_0(folder: Folder, act: Callable[[], Any]) -> Any:
+    """Runs `act` as `on_all` does, but only on rank 0; returns its result on every rank."""
+    result = on_all(folder, act if folder.group.rank == 0 else lambda: None)
+    return folder.group.broadcast_object(result)
 
 
 def remark(line: str) -> None:
@@ -111,24 +105,20 @@ def remark(line: str) -> None:
 
 
 def newest(folder: Folder, wait: Callable[[], object]) -> tuple[int, Listed] | None:
-    """Finds the newest intact checkpoint; every rank calls it, and rank 0 reports damaged ones.
-
-    Returns its number and list on all ranks, None without checkpoints; raises RuntimeError if all
-    are damaged. `wait` waits for rank 0's writer.
-    """
+    """Finds the newest intact checkpoint; None without any; rank 0 reports damaged ones."""
 
     def listings() -> list[tuple[int, Listed | str]]:
-        wait()
+        wait()  # for rank 0's writer
         return [(number, read_list(folder.path / str(number))) for number in numbers(folder.path)]
 
     damaged = list[str]()
     checkpoint = None
-    for number, listing in folder.group.broadcast_object(on_rank_0(folder, listings)):
-        error = _wrong(folder, number, listing)
-        if isinstance(listing, Listed) and not error:
+    for number, listing in from_rank_0(folder, listings):
+        damage = _damage(folder, number, listing) if isinstance(listing, Listed) else listing
+        if not damage:
             checkpoint = number, listing
             break
-        damaged.append(f"step {number} ({error})")
+        damaged.append(f"step {number} ({damage})")
     if checkpoint and damaged and folder.group.rank == 0:
         remark(f"checkpoints in {folder.path} that are not whole: {'; '.join(damaged)}.")
     if damaged and checkpoint is None:
@@ -144,16 +134,12 @@ def source(folder: Folder, number: int, listed: Listed) -> Read:
     paths = [folder.path / str(number) / name for name in listed.files]
     if folder.shared:
         return open_reader(paths, listed.forms)
-    data = folder.group.broadcast_object(
-        on_rank_0(folder, lambda: [path.read_bytes() for path in paths])
-    )
+    data = from_rank_0(folder, lambda: [path.read_bytes() for path in paths])
     return open_reader(map(BytesIO, data), listed.forms)
 
 
-def _wrong(folder: Folder, number: int, listed: Listed | str) -> str:
+def _damage(folder: Folder, number: int, listed: Listed) -> str:
     """Compares files with their digests, divided among ranks; "" if all files match."""
-    if isinstance(listed, str):
-        return listed
     group = folder.group
     files = sorted(listed.files.items())
     if folder.shared:

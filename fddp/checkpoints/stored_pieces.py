@@ -31,11 +31,13 @@ class Leaf(NamedTuple):
     """A leaf of a state."""
 
     x: Any
-    """An array, or its form."""
+    """An array, or its form; of random keys, their words."""
     rows: bool
     """True if each replica has some rows of the array, and a process those of its replicas."""
     layout: ShardLayout | None = None
     """The layout of the array of which these rows are parts."""
+    keys: Any = None
+    """The random keys with these words."""
 
 
 def stacked_buffers(group: Group, state: TrainState, local: Sequence[str]) -> TrainState:
@@ -67,12 +69,16 @@ def named_leaves(state: TrainState, local: Sequence[str]) -> dict[str, Leaf]:
                 f"two leaves of the state are called {name!r}, and only one would be saved: rename "
                 "a key."
             )
+        rows, layout = field_of(name) in local, None
         if is_shard(x):
-            leaves[name] = Leaf(x.parts, True, None if is_key(x.parts) else x.layout)
-            continue
+            x, rows, layout = x.parts, True, x.layout
         if not hasattr(x, "dtype"):  # a user's number
             x = np.asarray(x, jnp.result_type(x))
-        leaves[name] = Leaf(x, field_of(name) in local)
+        leaves[name] = Leaf(x, rows, layout)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            is_form = isinstance(x, jax.ShapeDtypeStruct)
+            words = jax.eval_shape(jax.random.key_data, x) if is_form else jax.random.key_data(x)
+            leaves[name] = Leaf(words, rows, keys=x)
     return leaves
 
 
@@ -80,20 +86,11 @@ def field_of(name: str) -> str:
     return name.split("/")[0]
 
 
-def form_of_words(x: Any) -> Any:
-    """The form of an array as it is stored: of random keys, their words."""
-    return jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
-
-
-def is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def stored_dims(group: Group, leaf: Leaf) -> tuple[int, ...]:
     """Dims of an array as it is stored: layers and columns, if replicas hold it in parts."""
     if leaf.layout:
         return leaf.layout.depth, leaf.layout.layer_size
-    dims = form_of_words(leaf.x).shape
+    dims = leaf.x.shape
     if leaf.rows:
         return (dims[0] // group.placement.replicas_in_array * group.size, *dims[1:])
     return dims
@@ -103,17 +100,13 @@ def stored_form(group: Group, leaf: Leaf) -> Form:
     """Dtype, dims, and dims as it is stored, of the whole array or the rows of all replicas."""
     dims = stored_dims(group, leaf)
     shape = leaf.layout.shape if leaf.layout else dims
-    return str(form_of_words(leaf.x).dtype), list(shape), list(dims)
+    return str(leaf.x.dtype), list(shape), list(dims)
 
 
 def check_fits(
     group: Group, listed: Listed, leaves: Mapping[str, Leaf], local: Sequence[str]
 ) -> set[str]:
-    """Refuses a checkpoint whose leaves differ from those of the state to restore.
-
-    Returns the names of leaves that are not restored: the fields in `local`, on another number of
-    replicas.
-    """
+    """Refuses a checkpoint of other leaves; returns the names of leaves that are not restored."""
     saved_replicas = listed.values["replicas"]
     skipped = local if saved_replicas != group.size else ()
     # Dicts, for lookups: searches in lists of thousands of leaves would take seconds.
@@ -167,7 +160,7 @@ def is_distributed(group: Group, leaf: Leaf) -> bool:
 
 def local_pieces(group: Group, leaf: Leaf) -> Pieces:
     """Copies the pieces of an array that this process writes; of replicated arrays rank 0's."""
-    x = jax.random.key_data(leaf.x) if is_key(leaf.x) else leaf.x
+    x = leaf.x
     if leaf.rows and group.placement.on_mesh and not _on_mesh(x):  # the user's host arrays
         x = group.placement.place(x, group.placement.per_replica)
     pieces = list[tuple[Index, Any]]()
@@ -190,30 +183,25 @@ def local_pieces(group: Group, leaf: Leaf) -> Pieces:
 def read_state(
     group: Group, listed: Listed, read: Read, like: TrainState, local: Sequence[str]
 ) -> TrainState:
-    """Reads a checkpoint into a state like `like`; each process reads its own pieces, leaf by leaf.
-
-    `like` has arrays, or forms from `step.shapes`. On another number of replicas the fields in
-    `local` are those of `like`. A checkpoint of another training is a ValueError.
-    """
+    """Reads a checkpoint into a state like `like`; each process reads its own pieces."""
+    # `like` has arrays, or forms from `step.shapes`. The fields in `local` are those of `like` on
+    # another number of replicas.
     leaves = named_leaves(like, local)
     retained = check_fits(group, listed, leaves, local)
-    arrays = [
-        leaf.x if name in retained else _read_like(group, name, leaf, read)
-        for name, leaf in leaves.items()
-    ]
-    flat, tree = jax.tree.flatten(like, is_leaf=is_shard)
-    return tree.unflatten(
-        replace(x, parts=array) if is_shard(x) else array for x, array in zip(flat, arrays)
-    )
+    restored, tree = jax.tree.flatten(like, is_leaf=is_shard)
+    for k, (name, leaf) in enumerate(leaves.items()):
+        if name not in retained:
+            array = _read_like(group, name, leaf, read)
+            restored[k] = replace(restored[k], parts=array) if is_shard(restored[k]) else array
+    return tree.unflatten(restored)
 
 
 def _read_like(group: Group, name: str, leaf: Leaf, read: Read) -> Any:
     """Reads this process's pieces into an array like that of `leaf`."""
-    form = form_of_words(leaf.x)
-    layout = leaf.layout
+    shape, layout = leaf.x.shape, leaf.layout
 
     def piece(index: Any) -> np.ndarray:
-        place = _place(group, leaf, index, form.shape)
+        place = _place(group, leaf, index, shape)
         dims = stored_dims(group, leaf)
         if layout is None:
             return read(name, dims, place)
@@ -223,11 +211,11 @@ def _read_like(group: Group, name: str, leaf: Leaf, read: Read) -> Any:
 
     if isinstance(leaf.x, np.ndarray | np.generic) and not leaf.rows:
         return piece(())
-    array = jax.make_array_from_callback(form.shape, _sharding(group, name, leaf), piece)
-    if not is_key(leaf.x):
+    array = jax.make_array_from_callback(shape, _sharding(group, name, leaf), piece)
+    if leaf.keys is None:
         return array
     impls = list[Any]()
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), leaf.x)
+    jax.eval_shape(lambda keys: impls.append(jax.random.key_impl(keys)), leaf.keys)
     return jax.random.wrap_key_data(array, impl=impls[0])
 
 
@@ -250,7 +238,7 @@ def _columns(layout: ShardLayout, place: Index) -> Index:
 def _sharding(group: Group, name: str, leaf: Leaf) -> Any:
     """Returns the sharding of an array, or the sharding for an array of this form."""
     if isinstance(leaf.x, jax.Array):
-        return (jax.random.key_data(leaf.x) if is_key(leaf.x) else leaf.x).sharding
+        return leaf.x.sharding
     placement = group.placement
     if placement.other_axes:
         raise ValueError(

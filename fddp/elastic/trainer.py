@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from fddp.buckets import is_shard
 from fddp.checkpoints import Checkpoints
-from fddp.checkpoints.files import Form, Index, Listed
-from fddp.checkpoints.stored_pieces import field_of, is_key, named_leaves, read_state
+from fddp.checkpoints.files import Index, Listed
+from fddp.checkpoints.stored_pieces import named_leaves, read_state
 from fddp.comm import Group
 from fddp.elastic.job import REASON_S, current_job
 from fddp.jax_internals import rows_here
@@ -200,18 +199,11 @@ class HeldState(NamedTuple):
     leaves: Mapping[str, np.ndarray]
     """Name of a leaf → its values."""
 
-    @property
-    def forms(self) -> dict[str, Form]:
-        """Name of a leaf → its form."""
-        return {name: (str(x.dtype), x.shape, x.shape) for name, x in self.leaves.items()}
-
 
 def to_host(epoch: int, state: TrainState) -> HeldState:
     """Copies a state to the host, without the memory of hooks, which starts again in each group."""
-    named = named_leaves(state, IN_GROUP)
-    leaves = {name: leaf for name, leaf in named.items() if field_of(name) not in IN_GROUP}
-    words = {name: jax.random.key_data(x.x) if is_key(x.x) else x.x for name, x in leaves.items()}
-    arrays = {name: np.array(rows_here(x)) for name, x in words.items()}
+    leaves = named_leaves(state._replace(**dict.fromkeys(IN_GROUP)), ())
+    arrays = {name: np.array(rows_here(leaf.x)) for name, leaf in leaves.items()}
     return HeldState((int(state.step), epoch), arrays)
 
 
@@ -222,13 +214,13 @@ def newest_state(group: Group, local: HeldState | None) -> HeldState | None:
     if newest is None or all(version == newest for version in versions):
         return local
     root = versions.index(newest)
-    current = local if local and local.version == newest else None
-    forms: dict[str, Form] = group.broadcast_object(current and current.forms, root)
-    leaves = dict[str, np.ndarray]()
-    for name, (dtype, dims, _) in forms.items():
-        values = current.leaves[name] if current else np.zeros(dims, jnp.dtype(dtype))
-        leaves[name] = group.broadcast(values, root)
-    return HeldState(newest, leaves)
+    leaves = local.leaves if local and local.version == newest else {}
+    forms = group.broadcast_object({name: (x.shape, x.dtype) for name, x in leaves.items()}, root)
+    received = {
+        name: group.broadcast(leaves.get(name, np.zeros(*form)), root)
+        for name, form in forms.items()
+    }
+    return HeldState(newest, received)
 
 
 def to_devices(group: Group, held_state: HeldState, like: TrainState) -> TrainState:
@@ -237,5 +229,6 @@ def to_devices(group: Group, held_state: HeldState, like: TrainState) -> TrainSt
     def read(name: str, dims: tuple[int, ...], place: Index) -> np.ndarray:
         return held_state.leaves[name].reshape(dims)[place]
 
-    listed = Listed({"step": held_state.version[0], "replicas": -1}, held_state.forms, {})
+    forms = {name: (str(x.dtype), x.shape, x.shape) for name, x in held_state.leaves.items()}
+    listed = Listed({"step": held_state.version[0], "replicas": -1}, forms, {})
     return read_state(group, listed, read, like, IN_GROUP)
