@@ -11,21 +11,19 @@ import json
 import os
 import socket
 import struct
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fddp.comm import answer_calls, call
 from fddp.elastic.views import Member, View
 from fddp.runtime import FINISHED, FOLDER, LOST, MEMBERS, place_of
+from fddp.runtime.watching import write_stderr
 
 MOST = 1 << 20  # bytes of a line
 SEND_S = 2  # a member that reads nothing for this time is silent
-TOPIC = "members"
 CONNECT_S = 2.0
 RETRY_S = 0.2
 
@@ -34,6 +32,10 @@ class Connection:
     """A connection to another member."""
 
     def __init__(self, uid: str, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(None)
+        limit = struct.pack("ll", SEND_S, 0)  # seconds, microseconds
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self.uid = uid
         self.ended = False
         """True once the other process has closed the connection, by its end."""
@@ -47,65 +49,18 @@ class Connection:
         with self._sending, suppress(OSError):
             self._connection.sendall(data)
 
-    def read(self, on_line: Callable[["Connection", Any], object]) -> None:
-        try:
-            while line := self._lines.readline(MOST):
-                on_line(self, json.loads(line))
+    def lines(self) -> Iterator[Any]:
+        """Yields the received lines, until the connection ends."""
+        with suppress(OSError, ValueError):  # a broken network, or no JSON
+            with suppress(ConnectionResetError):
+                while line := self._lines.readline(MOST):
+                    yield json.loads(line)
             self.ended = True
-        except ConnectionResetError:
-            self.ended = True
-        except (OSError, ValueError):  # a broken network, or no JSON
-            return
 
     def finish(self) -> None:
         """Ends the sending side; earlier lines still arrive, and the connection can be read."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
-
-
-class Links:
-    """All connections of a member, and the port at which it accepts others."""
-
-    def __init__(
-        self,
-        uid: str,
-        address: tuple[str, int],
-        on_begin: Callable[[Connection], object],
-        on_line: Callable[[Connection, Any], object],
-        on_end: Callable[[Connection], object],
-    ) -> None:
-        """Listens at `address`, host and port; port 0 takes any.
-
-        The calls for the events of a connection are on the thread that reads it.
-        """
-        self._uid = uid
-        self._on_begin, self._on_line, self._on_end = on_begin, on_line, on_end
-        self._door = socket.create_server(address, backlog=128)
-        self.port = int(self._door.getsockname()[1])
-        answer_calls(self._door, TOPIC, uid, self._begin)
-
-    def connect(self, address: str) -> Connection:
-        """Connects to a member, and begins to read its lines; ConnectionError if none answers."""
-        try:
-            uid, connection = call(place_of(address), TOPIC, self._uid, CONNECT_S)
-        except OSError as error:
-            raise ConnectionError(f"no member of this job answers at {address}.") from error
-        return self._begin(uid, connection)
-
-    def _begin(self, uid: str, connection: socket.socket) -> Connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(None)
-        limit = struct.pack("ll", SEND_S, 0)  # seconds, microseconds
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        link = Connection(uid, connection)
-        self._on_begin(link)
-
-        def read() -> None:
-            link.read(self._on_line)
-            self._on_end(link)
-
-        threading.Thread(target=read, name="fddp-member", daemon=True).start()
-        return link
 
 
 ### Addresses
@@ -119,13 +74,15 @@ def known_addresses(coordinator: str | None) -> list[str]:
     return [*addresses, coordinator] if coordinator else addresses
 
 
-def request_entry(door: Links, member: Member, coordinator: str | None, deadline: float) -> None:
+def request_entry(
+    connect: Callable[[str], Connection], member: Member, coordinator: str | None, deadline: float
+) -> None:
     """Connects to a member and requests entry into its job; TimeoutError if none answers."""
     while True:
         addresses = known_addresses(coordinator)
         for address in addresses:
-            with suppress(ConnectionError):
-                door.connect(address).send({"join": member})
+            with suppress(OSError):
+                connect(address).send({"join": member})
                 return
         end_with_job()
         if time.monotonic() > deadline:
@@ -138,7 +95,7 @@ def end_with_job() -> None:
     """Ends this script, as one that has succeeded, if a rank has reached the end of the job."""
     path = _file()
     if path and path.with_name(FINISHED).exists():
-        print("fddp: the job has reached its end.", file=sys.stderr, flush=True)
+        write_stderr("the job has reached its end.")
         raise SystemExit(0)
 
 
@@ -151,10 +108,8 @@ def is_founded(coordinator: str | None) -> bool:
         return False
     try:
         socket.create_connection(place_of(coordinator), CONNECT_S).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        pass  # its host is silent
+    except OSError as error:  # a silent host causes another one
+        return not isinstance(error, ConnectionRefusedError)
     return True
 
 

@@ -14,7 +14,7 @@ from fddp.elastic.membership import Membership
 from fddp.elastic.signs import BETWEEN, Limits
 from fddp.elastic.views import View
 from fddp.runtime import Launch, place_of, renew
-from fddp.runtime.watching import from_transport
+from fddp.runtime.watching import from_transport, write_stderr
 
 SILENCE_S = 5.0
 STALL_S = 30.0
@@ -48,7 +48,7 @@ class ElasticJob:
             while self._world is None:
                 if not founds:
                     me = self.membership.me
-                    request_entry(self.membership.door, me, launch.coordinator, deadline)
+                    request_entry(self.membership.connect, me, launch.coordinator, deadline)
                 with suppress(ConnectionError):  # the rank that answered has ended
                     self.regroup()
         except TimeoutError as error:
@@ -89,7 +89,7 @@ class ElasticJob:
             renew(self.group)
             if rank == 0:
                 orders = ", ".join(str(member.order) for member in view.members)
-                print(f"fddp: ranks {orders} train together.", file=sys.stderr, flush=True)
+                write_stderr(f"ranks {orders} train together.")
             return
 
     def _break_off(self) -> None:

@@ -5,17 +5,20 @@ of life and looks for silent members, and the main thread, which waits for a nex
 """
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from fddp.comm import new_secret
-from fddp.elastic.connections import RETRY_S, Connection, Links, report_lost, write_members
+from fddp.comm import answer_calls, call, new_secret
+from fddp.elastic.connections import CONNECT_S, RETRY_S, Connection, report_lost, write_members
 from fddp.elastic.signs import BEAT_S, BETWEEN, Limits, Signs
 from fddp.elastic.views import OUTSIDE, Agreement, Excluded, Member, NoQuorum, Opinion, View
+from fddp.runtime import place_of
 
+TOPIC = "members"
 END_S = 5.0  # `python -m fddp run` may end a silent process by then, which then does not count
 
 
@@ -37,12 +40,17 @@ class Membership:
         self._ended = set[str]()  # processes whose connection has ended
         self._missed = set[str]()  # lost members, for which messages were broken off
         self._excluded = False
-        self.door = Links(uid, address, self._on_begin, self._on_line, self._on_end)
+        door = socket.create_server(address, backlog=128)
         self.host = address[0]
-        self.me = Member(order, uid, f"{self.host}:{self.door.port}")
+        self.me = Member(order, uid, f"{self.host}:{door.getsockname()[1]}")
+        answer_calls(door, TOPIC, uid, self._begin)
         threading.Thread(target=self._beat, name="fddp-beat", daemon=True).start()
 
     ### The main thread
+
+    def connect(self, address: str) -> Connection:
+        """Connects to a member, and begins to read its lines; OSError if none answers."""
+        return self._begin(*call(place_of(address), TOPIC, self.me.uid, CONNECT_S))
 
     def found(self, size: int) -> None:
         """Becomes the first member of a new job, which begins with `size` members."""
@@ -51,16 +59,7 @@ class Membership:
             self._agreement = Agreement(self.me.uid, view, self._limits.most, size)
 
     def next_view(self, serve: Callable[[View], str], timeout_s: float, after: int) -> View:
-        """Waits for the first view after epoch `after`, and announces it if this member leads.
-
-        `serve(view)` starts the service of a view, and returns its address.
-
-        Raises:
-          NoQuorum: too few members remain.
-          Excluded: the others go on without this member.
-          TimeoutError: there is no next view in time.
-          ConnectionError: the member with this process's request has ended.
-        """
+        """Waits for the first view after epoch `after`; the leader announces it, and serves it."""
         deadline = time.monotonic() + timeout_s
         with self._state:
             if not self._agreement.opinion.ready:
@@ -69,7 +68,10 @@ class Membership:
             quorum_by = float("inf")
             while True:
                 if self._excluded:
-                    raise Excluded
+                    raise Excluded(
+                        "the other ranks have gone on without this one, which was silent or stuck: "
+                        "end it, and start it again to join them."
+                    )
                 if self._agreement.view.epoch > after:
                     return self._agreement.view
                 view = None
@@ -83,7 +85,7 @@ class Membership:
                     self._announce(view, serve)
                     continue
                 if self._agreement.view == OUTSIDE and not self._links:
-                    raise ConnectionError
+                    raise ConnectionError  # the member with this process's request has ended
                 seconds = deadline - time.monotonic()
                 if seconds <= 0:
                     deadline = self._lose_late()
@@ -105,13 +107,22 @@ class Membership:
 
     ### The other threads
 
-    def _on_begin(self, link: Connection) -> None:
+    def _begin(self, uid: str, connection: socket.socket) -> Connection:
+        link = Connection(uid, connection)
         with self._state:
-            self._links[link.uid] = link
-            if self._agreement.view.has(link.uid):
+            self._links[uid] = link
+            if self._agreement.view.has(uid):
                 link.send({"view": self._agreement.view})  # it may have connected too late
+        threading.Thread(target=self._read, args=(link,), name="fddp-member", daemon=True).start()
+        return link
 
-    def _on_end(self, link: Connection) -> None:
+    def _read(self, link: Connection) -> None:
+        for words in link.lines():
+            with self._state:
+                self.signs.hear(link.uid)
+                for name, value in words.items():
+                    getattr(self, f"_hear_{name}")(link, value)
+                self._state.notify_all()
         with self._state:
             if self._links.get(link.uid) is link:
                 del self._links[link.uid]
@@ -120,13 +131,6 @@ class Membership:
                 if link.uid not in self.signs.left:
                     self._lose(link.uid, ended=link.ended)
                 self._state.notify_all()
-
-    def _on_line(self, link: Connection, words: Any) -> None:
-        with self._state:
-            self.signs.hear(link.uid)
-            for name, value in words.items():
-                getattr(self, f"_hear_{name}")(link, value)
-            self._state.notify_all()
 
     def _hear_beat(self, link: Connection, value: Any) -> None:
         self.signs.place(link.uid, *value)
@@ -259,8 +263,8 @@ class Membership:
         def connect() -> None:
             end = time.monotonic() + self._limits.silence_s
             while member.uid not in self._links and time.monotonic() < end:
-                with suppress(ConnectionError):
-                    self.door.connect(member.address)
+                with suppress(OSError):
+                    self.connect(member.address)
                     return
                 time.sleep(RETRY_S)
 

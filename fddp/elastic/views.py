@@ -64,12 +64,6 @@ class Opinion(NamedTuple):
 class Excluded(RuntimeError):
     """The other members go on without this one."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "the other ranks have gone on without this one, which was silent or stuck: end it, and "
-            "start it again to join them."
-        )
-
 
 class NoQuorum(RuntimeError):
     """Too few members of the previous view remain for a next one."""

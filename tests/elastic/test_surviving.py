@@ -24,8 +24,9 @@ from runtime.test_supervisor import run
 from workers.elastic import PARAMS, digest, loss, rows_of
 
 import fddp
-from fddp.elastic.connections import Links
-from fddp.runtime import FINISHED, FOLDER
+from fddp.elastic.membership import Membership
+from fddp.elastic.signs import Limits
+from fddp.runtime import FINISHED, FOLDER, place_of
 
 STEPS = 40
 VIRTUAL: Any = {"virtual_replicas": 12}
@@ -120,8 +121,8 @@ def test_a_rank_dies_while_it_saves_and_another_job_goes_on_from_the_checkpoint(
 
 def test_a_stranger_that_sends_single_bytes_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fddp.comm.handshake.PROOF_S", 0.4)
-    links = Links("0-1-a", ("127.0.0.1", 0), *[lambda *_: None] * 3)
-    with socket.create_connection(("127.0.0.1", links.port)) as stranger:
+    member = Membership(0, ("127.0.0.1", 0), Limits(1, 5.0, 30.0), lambda: None).me
+    with socket.create_connection(place_of(member.address)) as stranger:
         since = time.monotonic()
         with pytest.raises(OSError):
             while time.monotonic() < since + 5:
