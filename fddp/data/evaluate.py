@@ -117,15 +117,13 @@ def _sums(
     """Returns each metric's Σ w·x and Σ w over this process's batches; None without a batch."""
     kind = "an iterable of this process's batches"
     check_has("__iter__", "fddp.evaluate: batches", batches, kind)
-    local = _alone(group)
+    local, (params, buffers) = _alone(group, (params, buffers))
     sums = None
     pending = deque[Any]()
-    params, buffers = _own(group, local, (params, buffers))
     for batch, rows in _counted(batches):
         group.journal.between()
-        pending.append(
-            _measured(local, metric_fn, params, buffers, _dealt(group, local, batch, rows), rows)
-        )
+        placed = _dealt(group, local, batch, rows)
+        pending.append(_measured(local, metric_fn, params, buffers, placed, rows))
         # The host adds up the metrics of one batch while the devices compute the next.
         if len(pending) > 1 or local.shares_cores:
             sums = _plus(sums, pending.popleft())
@@ -144,24 +142,18 @@ def _counted(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
             yield batch, count_rows(batch)
 
 
-def _alone(group: Group) -> Placement:
-    """Returns a placement on the devices of this process only."""
-    if not group.placement.on_mesh:
-        return group.placement
-    local = group.make_subgroup([group.rank]).placement
-    mesh = local.place(np.zeros(()), REPLICATED).sharding.mesh
-    # A metric may slice any dim; JAX refuses that along an Explicit axis.
-    return mesh_placement(Mesh(mesh.devices, mesh.axis_names), str(local.axis_name))
-
-
 @without_context_mesh
-def _own(group: Group, local: Placement, tree: Any) -> Any:
-    """Moves a replicated tree to the mesh of this process's devices, without copies."""
+def _alone(group: Group, tree: Any) -> tuple[Placement, Any]:
+    """Places a replicated tree on the devices of this process only, without copies."""
     tree = group.placement.place(tree, REPLICATED)
-    if not local.on_mesh:
-        return tree
-    mesh = local.place(np.zeros(()), REPLICATED).sharding.mesh
-    return jax.tree.map(lambda x: on_mesh(x, mesh), tree)
+    if not group.placement.on_mesh:
+        return group.placement, tree
+    local = group.make_subgroup([group.rank]).placement
+    explicit = local.place(np.zeros(()), REPLICATED).sharding.mesh
+    # A metric may slice any dim; JAX refuses that along an Explicit axis.
+    mesh = Mesh(explicit.devices, explicit.axis_names)
+    placement = mesh_placement(mesh, str(local.axis_name))
+    return placement, jax.tree.map(lambda x: on_mesh(x, mesh), tree)
 
 
 @without_context_mesh

@@ -14,7 +14,7 @@ Source: `DistributedSampler` in torch.utils.data.distributed; it pads to the num
 instead.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 
 import numpy as np
@@ -84,15 +84,6 @@ def samples(
     local_replicas = replicas // size
     first_replica = rank * local_replicas
 
-    def order(epoch: int) -> Callable[[np.ndarray], np.ndarray]:
-        """Returns the function from positions in an epoch to rows."""
-        if not shuffle:
-            return lambda positions: positions
-        permutation = np.arange(rows, dtype=np.uint32 if rows <= 1 << 32 else np.int64)
-        # Unlike PyTorch's seed + epoch: its epoch 1 of seed 0 is epoch 0 of seed 1.
-        np.random.default_rng([seed, epoch]).shuffle(permutation)
-        return permutation.__getitem__
-
     def positions(step: int) -> Int[np.ndarray, " local"]:
         """Returns the positions in an epoch that the process reads in a step."""
         all_positions = np.arange(step * batch, (step + 1) * batch) % rows
@@ -102,11 +93,16 @@ def samples(
     def walk() -> Iterator[Int[np.ndarray, " local"]]:
         first_epoch, first_step = divmod(start, steps)
         for epoch in count(first_epoch):
-            rows_at = order(epoch)
-            for step in range(first_step, steps):
-                yield rows_at(positions(step)).astype(np.int64)
+            if shuffle:
+                order = np.arange(rows, dtype=np.uint32 if rows <= 1 << 32 else np.int64)
+                # Unlike PyTorch's seed + epoch: its epoch 1 of seed 0 is epoch 0 of seed 1.
+                np.random.default_rng([seed, epoch]).shuffle(order)
+                for step in range(first_step, steps):
+                    yield order[positions(step)].astype(np.int64)
+                del order  # before the next epoch's is drawn
+            else:
+                yield from map(positions, range(first_step, steps))
             first_step = 0
-            del rows_at  # before the next epoch's is drawn
 
     return walk()  # not a generator itself: the arguments are checked before the first step
 

@@ -96,10 +96,9 @@ def _joined_batches(
                 f"join: rank {exhausted} has run out of batches, and throw_on_early_termination is "
                 "set."
             )
-        runs = batch is not EXHAUSTED
+        runs = bool(active[group.rank])
         if runs:
             last = batch
-        leads = group.rank == np.argmax(active)
         if number == 0:  # as in a step, the first batch decides whether rows are counted
             divided = isinstance(last, Stacked) or is_rows(last)
         rows = 1
@@ -110,15 +109,11 @@ def _joined_batches(
         if divide_by_all and rows and not runs:
             # An exhausted rank counts its largest batch so far, even if its last one was smaller.
             divisor = max_rows / rows
-        yield _joined(last, rows, runs, divisor, leads)
-
-
-def _joined(batch: PyTree, rows: int, active: bool, divisor: float, leads: bool) -> Joined:
-    leading = np.zeros(rows, bool)
-    leading[:1] = leads  # the replica with this process's first row leads
-    return Joined(
-        batch, np.full(rows, active, np.float32), np.full(rows, divisor, np.float32), leading
-    )
+        leading = np.zeros(rows, bool)
+        # The replica with the first row of the first rank with data leads.
+        leading[:1] = group.rank == np.argmax(active)
+        weights, divisors = (np.full(rows, x, np.float32) for x in (runs, divisor))
+        yield Joined(last, weights, divisors, leading)
 
 
 def gather_rows(tree: PyTree, *, group: Group | None = None) -> Any:
@@ -145,25 +140,22 @@ def gather_rows(tree: PyTree, *, group: Group | None = None) -> Any:
     """
     group = group_of("gather_rows", group)
     tree = jax.tree.map(rows_here, tree)
-
-    def find() -> Any:
-        return jax.tree_util.tree_map_with_path(_row, tree)
-
-    rows = verify(group, "rows", find, nothing_to_compare)
-    treedef = jax.tree.structure(rows)
-    arrays = dict(enumerate(map(np.asarray, jax.tree.leaves(tree))))
+    check = partial(jax.tree_util.tree_map_with_path, _check_rows, tree)
+    verify(group, "rows", check, nothing_to_compare)
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = dict(enumerate(map(np.asarray, leaves)))
     gathered = group.all_gather_object(arrays)
     # An array without rows, such as np.array([]), has the form of the other ranks' arrays.
     known = ChainMap(*({k: x for k, x in some.items() if len(x)} for some in (arrays, *gathered)))
     empty = {k: known.get(k, x)[:0] for k, x in arrays.items()}
-    forms = treedef.unflatten(_form(x) for x in empty.values())
+    forms = treedef.unflatten(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in empty.values())
     verify(group, "rows", lambda: forms, partial(described, "a row of"))
     return treedef.unflatten(
         np.concatenate([x[k] if len(x[k]) else empty[k] for x in gathered]) for k in arrays
     )
 
 
-def _row(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
+def _check_rows(path: tuple[Any, ...], x: Any) -> None:
     name = f"the array{jax.tree_util.keystr(path)}"
     dtype = getattr(x, "dtype", None)
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind in "OSU":
@@ -175,8 +167,3 @@ def _row(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
         raise ValueError(
             f"fddp.gather_rows: {name} has no dims, and rows lie along the first: give x[None]."
         )
-    return _form(x)
-
-
-def _form(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
