@@ -69,7 +69,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
         *("tests/sharding/test_shard.py", "tests/step/test_cases.py"),
     ),
     "jax_internals": (
-        *("tests/test_jax_internals.py", "tests/jaxpr"),
+        *("tests/test_jax_internals.py", "tests/test_hlo.py", "tests/jaxpr"),
         "tests/step/schedules",
     ),
     "jaxpr": (

@@ -14,8 +14,14 @@ from jaxtyping import PyTree
 from fddp.analysis.targets import target_group
 from fddp.buckets import BucketPlan, MiB, whole_forms
 from fddp.comm import Group, forms_of
-from fddp.jax_internals import compile_to_read
-from fddp.program import Collective, Module, find_collectives, heavy_operations, parse
+from fddp.jax_internals import (
+    Collective,
+    Module,
+    compile_to_read,
+    find_collectives,
+    heavy_operations,
+    parse,
+)
 from fddp.step import TrainState, check_state, check_step
 from fddp.step.schedules import scope
 from fddp.training import TrainStep

@@ -35,6 +35,8 @@ from fddp.jax_internals.configuration import trace_settings as trace_settings
 from fddp.jax_internals.configuration import transformed as transformed
 from fddp.jax_internals.configuration import without_context_mesh as without_context_mesh
 from fddp.jax_internals.configuration import without_jit as without_jit
+from fddp.jax_internals.hlo import Module, parse
+from fddp.jax_internals.hlo_collectives import KINDS, Collective, find_collectives, heavy_operations
 from fddp.jax_internals.jaxprs import CALLS as CALLS
 from fddp.jax_internals.jaxprs import OWN_DERIVATIVE as OWN_DERIVATIVE
 from fddp.jax_internals.jaxprs import REMATERIALISED as REMATERIALISED

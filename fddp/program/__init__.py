@@ -1,14 +1,11 @@
-"""A step's program: where its messages start and end, and its text when it is compiled.
+"""A step's program: where its messages start and end.
 
-A message is an equation of `exchange`; a `Carrier` has the calls that start and end it. A step
-compares the collectives of all ranks' compiled programs; an audit compares them with the plan.
+A message is an equation of `exchange`; a `Carrier` has the calls that start and end it.
 This room imports jaxpr.
 """
 
-from fddp.program.collectives import KINDS, Collective, find_collectives, heavy_operations
 from fddp.program.exchange import NUMBER, TOKEN, Carrier, Kind, exchange
 from fddp.program.late import SplitProgram, split_late
 from fddp.program.loop_messages import received_behind_loops
-from fddp.program.module import Module, parse
 from fddp.program.overlap import overlapped
 from fddp.program.timeline import MessageTimes, Span, Timeline, timeline_of

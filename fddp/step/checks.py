@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets import is_shard
 from fddp.comm import Group, described, forms_of, shortened, verify
-from fddp.jax_internals import transformed
+from fddp.jax_internals import KINDS, find_collectives, parse, transformed
 from fddp.jaxpr import differentiable
 from fddp.losses import (
     Stacked,
@@ -21,7 +21,6 @@ from fddp.losses import (
     unjoined,
     unlike,
 )
-from fddp.program import KINDS, find_collectives, parse
 from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
 from fddp.step.schedules import report_compiling

@@ -24,7 +24,7 @@ from fddp.analysis.audit import Audit, read
 from fddp.analysis.targets import target_group
 from fddp.comm import forget_device_caches, mesh_programs
 from fddp.hooks.reductions import reductions
-from fddp.program import parse
+from fddp.jax_internals import parse
 from models import bert, gpt, mlp, resnet
 
 # The claims are about XLA's programs: all optimizations are on.

@@ -10,8 +10,8 @@ import pytest
 
 import fddp
 from fddp.analysis.measure import COLLECTIVE, MeasuredStep, Measurement, read_steps
-from fddp.program import Span, Timeline, parse
-from fddp.program.collectives import KINDS
+from fddp.jax_internals import KINDS, parse
+from fddp.program import Span, Timeline
 
 
 def compute(start: float, end: float) -> Span:

@@ -17,8 +17,8 @@ import pytest
 import fddp
 from fddp.buckets import ShardLayout
 from fddp.comm.communicator import axis_communicator
+from fddp.jax_internals import parse
 from fddp.jaxpr import LeafWork
-from fddp.program import parse
 from fddp.sharding.owners import at_owners, dealt
 
 pytestmark = pytest.mark.steps

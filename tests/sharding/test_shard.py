@@ -18,7 +18,7 @@ from truth import by_plain_jax
 import fddp
 from fddp.analysis.measure import bytes_of
 from fddp.buckets import whole_forms
-from fddp.program import find_collectives, parse
+from fddp.jax_internals import find_collectives, parse
 
 pytestmark = pytest.mark.steps
 

@@ -14,8 +14,7 @@ from trees import close
 from truth import by_plain_jax
 
 import fddp
-from fddp.program import heavy_operations, parse
-from fddp.program.collectives import KINDS
+from fddp.jax_internals import KINDS, heavy_operations, parse
 
 LAYERS = 5
 WIDTH = 6

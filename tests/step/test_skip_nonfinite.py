@@ -12,7 +12,7 @@ import pytest
 from every_schedule import SCHEDULES
 
 import fddp
-from fddp.program import find_collectives, parse
+from fddp.jax_internals import find_collectives, parse
 
 START = {"bias": np.zeros(3, np.float32), "root": np.ones((), np.float32)}
 WELL = np.full((4, 3), 0.5, np.float32)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from fddp.program.module import Array, ComputationSchedule, Instruction, Module
+from fddp.jax_internals.hlo import Array, ComputationSchedule, Instruction, Module
 
 # The memory space of arrays that XLA registers with NCCL; from JAX 0.12 on it has another number.
 REGISTERED = "S(1)", "S(7)"

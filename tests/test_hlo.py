@@ -2,8 +2,8 @@
 
 import pytest
 
-from fddp.program.collectives import find_collectives, heavy_operations
-from fddp.program.module import Array, parse
+from fddp.jax_internals.hlo import Array, parse
+from fddp.jax_internals.hlo_collectives import find_collectives, heavy_operations
 
 HEAD = "HloModule f, is_scheduled=true\n"
 
