@@ -74,7 +74,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
     ),
     "jaxpr": (
         *("tests/step/test_find_unused_parameters.py", "tests/step/test_scanned_layers.py"),
-        "tests/optim/test_parts.py",
+        *("tests/program/test_overlap.py", "tests/optim/test_parts.py"),
         *on_ranks("unused", "scan"),
         *("tests/step", "tests/sharding"),
     ),

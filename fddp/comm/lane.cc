@@ -44,11 +44,10 @@ struct Stamps {
 constexpr size_t REMEMBERED = 8192;
 
 struct Message {
-  int32_t number;
   char* data;
-  int64_t bytes;
-  int64_t kind, dtype;
+  int32_t number;
   bool late;  // a later message may overtake it
+  char kind[16], dtype[16];
   Stamps stamps;
 };
 
@@ -60,7 +59,6 @@ struct Lane {
   std::unordered_set<int32_t> started;  // messages that no program has received
   std::unordered_map<int32_t, Message> results;
   std::multimap<int64_t, char*> idle;  // capacity -> memory
-  Stamps exchanging;                   // of the message that the lane exchanges
   int64_t call = 0, program = -1;      // the program call that runs, and its program
   std::vector<Stamps> ended;           // the last messages, in a ring
   size_t ends = 0;
@@ -95,6 +93,11 @@ char* take(Lane* lane, int64_t bytes) {
   return data;
 }
 
+template <size_t SIZE>
+void write(char (&text)[SIZE], std::string_view value) {
+  value.copy(text, SIZE - 1);
+}
+
 void write_token(ffi::RemainingRets& results) {
   *static_cast<float*>(results.get<ffi::AnyBuffer>(0).value()->untyped_data()) = 1.0f;
 }
@@ -102,12 +105,15 @@ void write_token(ffi::RemainingRets& results) {
 // (token, arrays...) -> (token, number of the message). The arrays lie one after the other; `bytes`
 // has room for the result.
 ffi::Error Start(ffi::RemainingArgs args, ffi::RemainingRets results, int64_t id, int64_t bytes,
-                 int64_t kind, int64_t dtype, bool late, std::string_view name) {
+                 std::string_view kind, std::string_view dtype, bool late, std::string_view name) {
   Lane* lane = lane_of(id);
-  Message message{0, nullptr, bytes, kind, dtype, late, {}};
+  Message message{};
+  message.late = late;
   message.stamps.bytes = bytes;
   message.stamps.started = now();
-  name.copy(message.stamps.name, sizeof message.stamps.name - 1);
+  write(message.kind, kind);
+  write(message.dtype, dtype);
+  write(message.stamps.name, name);
   {
     std::lock_guard<std::mutex> lock(lane->mutex);
     message.data = take(lane, bytes);
@@ -163,7 +169,7 @@ ffi::Error Receive(int64_t id, int32_t number, int64_t row, int64_t count,
     at += bytes;
   }
   std::lock_guard<std::mutex> lock(lane->mutex);
-  lane->idle.emplace(capacity_of(message.bytes), message.data);
+  lane->idle.emplace(capacity_of(stamps.bytes), message.data);
   stamps.call = lane->call;
   stamps.program = lane->program;
   stamps.done = now();
@@ -203,8 +209,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fddp_start, Start,
                                   .RemainingRets()
                                   .Attr<int64_t>("lane")
                                   .Attr<int64_t>("bytes")
-                                  .Attr<int64_t>("kind")
-                                  .Attr<int64_t>("dtype")
+                                  .Attr<std::string_view>("kind")
+                                  .Attr<std::string_view>("dtype")
                                   .Attr<bool>("late")
                                   .Attr<std::string_view>("name"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fddp_done, Done,
@@ -221,12 +227,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fddp_program, Program,
 
 extern "C" {
 
-// Takes the next message of a lane, and returns TAKEN. Returns CHOICE, with the number of the one
-// that the next program needs first, if later messages may overtake the next one: all ranks then
-// take the message `chosen`, which is -1 otherwise. Returns CLOSED if the lane is closed, and ENDS
-// if it ends and no message is queued: a program under way may still start one.
-int fddp_lane_next(int64_t id, int32_t chosen, int32_t* number, void** data, int64_t* bytes,
-                   int64_t* kind, int64_t* dtype, char* name) {
+// Takes the next message of a lane, and returns TAKEN. Returns CHOICE, with the message that the
+// next program needs first, if later messages may overtake the next one: all ranks then take the
+// message with the number `chosen`, which is -1 otherwise. Returns CLOSED if the lane is closed,
+// and ENDS if it ends and no message is queued: a program under way may still start one.
+int fddp_lane_next(int64_t id, int32_t chosen, Message* message) {
   enum { CLOSED, TAKEN, ENDS, CHOICE };
   Lane* lane = lane_of(id);
   std::unique_lock<std::mutex> lock(lane->mutex);
@@ -244,29 +249,22 @@ int fddp_lane_next(int64_t id, int32_t chosen, int32_t* number, void** data, int
   auto found = next();
   if (found == queue.end()) return ENDS;
   if (chosen < 0 && found->late) {
-    *number = (std::find_if_not(queue.begin(), queue.end(), is_late) - 1)->number;
+    *message = *(std::find_if_not(queue.begin(), queue.end(), is_late) - 1);
     return CHOICE;
   }
-  Message message = *found;
+  *message = *found;
   queue.erase(found);
-  *number = message.number;
-  *data = message.data;
-  *bytes = message.bytes;
-  *kind = message.kind;
-  *dtype = message.dtype;
-  lane->exchanging = message.stamps;
-  memcpy(name, message.stamps.name, sizeof message.stamps.name);
-  lane->exchanging.sent = now();
+  message->stamps.sent = now();
   return TAKEN;
 }
 
 // The message has been exchanged; its results lie in its memory.
-void fddp_lane_finish(int64_t id, int32_t number, void* data, int64_t bytes) {
+void fddp_lane_finish(int64_t id, Message* message) {
   Lane* lane = lane_of(id);
   {
     std::lock_guard<std::mutex> lock(lane->mutex);
-    lane->exchanging.received = now();
-    lane->results[number] = {number, static_cast<char*>(data), bytes, 0, 0, false, lane->exchanging};
+    message->stamps.received = now();
+    lane->results[message->number] = *message;
   }
   lane->finished.notify_all();
 }

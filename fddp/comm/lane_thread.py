@@ -14,7 +14,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -23,14 +23,8 @@ from fddp.comm.journal import Journal
 from fddp.program import Kind
 
 LIBRARY = Path(__file__).with_name("liblane.so")
-KINDS: tuple[Kind, ...] = get_args(Kind)
-# Attributes of a custom call are numbers. Other dtypes are only moved, as words of their size.
-DTYPES = [
-    *map(np.dtype, ("float32", "float64", "int32", "int64", "complex64", "complex128", "bool")),
-    *map(np.dtype, ("uint8", "uint16", "uint32", "uint64", "int8", "int16")),
-]
 # (kind, array): exchanges an array with the other ranks, in place. The array is flat for a sum, and
-# has a row for each rank otherwise; a gather finds this rank's array in the first row.
+# has a row of bytes for each rank otherwise; a gather finds this rank's array in the first row.
 Send: TypeAlias = Callable[[Kind, np.ndarray], None]
 
 TIMES = "started", "sent", "received", "awaited", "resumed", "done"
@@ -43,12 +37,21 @@ _identities = count()
 
 
 class Stamps(ctypes.Structure):
-    """The record of a message in its lane, as in `lane.cc`."""
+    """What a lane remembers of a message, as in `lane.cc`."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("call", "program", "nbytes")),
         *((name, ctypes.c_double) for name in TIMES),
         ("name", ctypes.c_char * 32),
+    ]
+
+
+class Message(ctypes.Structure):
+    """A message, as in `lane.cc`."""
+
+    _fields_ = [
+        *(("data", ctypes.c_void_p), ("number", ctypes.c_int32), ("late", ctypes.c_bool)),
+        *(("kind", ctypes.c_char * 16), ("dtype", ctypes.c_char * 16), ("stamps", Stamps)),
     ]
 
 
@@ -61,8 +64,8 @@ def library() -> ctypes.CDLL | None:
     for name in ("fddp_program", "fddp_start", "fddp_done"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(calls, name)), platform="cpu")
     number = ctypes.c_int64
-    calls.fddp_lane_next.argtypes = [number, ctypes.c_int32, *[ctypes.c_void_p] * 6]
-    calls.fddp_lane_finish.argtypes = [number, ctypes.c_int32, ctypes.c_void_p, number]
+    calls.fddp_lane_next.argtypes = [number, ctypes.c_int32, ctypes.POINTER(Message)]
+    calls.fddp_lane_finish.argtypes = [number, ctypes.POINTER(Message)]
     calls.fddp_lane_stamps.argtypes = [number, ctypes.c_void_p, number]
     calls.fddp_lane_stamps.restype = number
     calls.fddp_lane_end.argtypes = [number]
@@ -97,33 +100,31 @@ def stamps(lane: int) -> list[Stamps]:
 def _carry(lane: int, size: int, send: Send, journal: Journal, last: Sequence[Any]) -> None:
     """Exchanges the messages of a lane, in order, until it is closed."""
     calls: Any = library()
-    number = ctypes.c_int32()
-    nbytes, kind, dtype = (ctypes.c_int64() for _ in range(3))
-    data = ctypes.c_void_p()
-    title = ctypes.create_string_buffer(32)
-    outputs = list(map(ctypes.addressof, (number, data, nbytes, kind, dtype, title)))
+    message = Message()
     chosen = -1
-    while state := calls.fddp_lane_next(lane, chosen, *outputs):
+    while state := calls.fddp_lane_next(lane, chosen, message):
         try:
             if state == CHOICE:
                 with journal.message("the next message", 4):
-                    chosen = _of_first_rank(size, send, number.value)
+                    chosen = _of_first_rank(size, send, message.number)
                 continue
             if state == ENDS:
                 if last[0].is_ready():
                     calls.fddp_lane_close(lane, b"the group has ended")
                 continue
             chosen = -1
-            if nbytes.value:
-                memory: Any = (ctypes.c_char * nbytes.value).from_address(data.value or 0)
-                array = np.frombuffer(memory, DTYPES[dtype.value])
-                name = KINDS[kind.value]
-                with journal.message(title.value.decode(), nbytes.value):
-                    send(name, array if name == "sum" else array.reshape(size, -1))
+            if nbytes := message.stamps.nbytes:
+                memory: Any = (ctypes.c_char * nbytes).from_address(message.data)
+                with journal.message(message.stamps.name.decode(), nbytes):
+                    if message.kind == b"sum":
+                        send("sum", np.frombuffer(memory, message.dtype.decode()))
+                    else:
+                        rows = np.frombuffer(memory, np.uint8).reshape(size, -1)
+                        send(message.kind.decode(), rows)
         except BaseException as error:  # the program that waits for the message raises it
             calls.fddp_lane_close(lane, f"{type(error).__name__}: {error}".encode())
             return
-        calls.fddp_lane_finish(lane, number.value, data.value, nbytes.value)
+        calls.fddp_lane_finish(lane, message)
 
 
 def _of_first_rank(size: int, send: Send, number: int) -> int:

@@ -11,35 +11,24 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
 from fddp.comm.communicator import Communicator, mpi_word
 from fddp.jax_internals import (
-    CALLS,
-    REMATERIALISED,
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
     axes_of,
-    barrier_before,
-    branches,
-    called_program,
     exchanged_dims,
     gathered_dim,
     inner_programs,
-    jaxpr_as_fun,
-    loop_parts,
-    run_while,
-    scan_body,
     scattered_dim,
     sets_of,
     ways_of,
-    while_programs,
 )
-from fddp.jaxpr import Read, interpret, run_scan
+from fddp.jaxpr import Read, interpret, run_inner
 
 # (equation, its arguments) → its results
 Carry: TypeAlias = Callable[[JaxprEqn, Sequence[Any]], Sequence[Any]]
@@ -52,21 +41,21 @@ def has_collectives(jaxpr: Jaxpr, axis_name: str) -> bool:
     return any(_over(eqn, axis_name) for eqn in jaxpr.eqns)
 
 
-def run_translated(
-    closed: ClosedJaxpr, args: Sequence[Any], axis_name: str, words: Words
-) -> list[Any]:
+def run_translated(closed: ClosedJaxpr, axis_name: str, words: Words, *args: Any) -> list[Any]:
     """Runs a program with the implementations `words` of its collectives over an axis.
 
     The program contains its derivatives, so no caller differentiates the run.
     """
-    run = partial(run_translated, axis_name=axis_name, words=words)
+
+    def run(closed: ClosedJaxpr, state: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+        return state, run_translated(closed, axis_name, words, *inputs)
 
     def translate(eqn: JaxprEqn, read: Read) -> Sequence[Any] | None:
         if not _over(eqn, axis_name):
             return None
         inputs = list(map(read, eqn.invars))
         if inner_programs(eqn):
-            return _inside(run, eqn, inputs)
+            return run_inner(eqn, inputs, run)[1]
         name = eqn.primitive.name
         if name not in words:
             raise ValueError(
@@ -83,33 +72,6 @@ def _over(eqn: JaxprEqn, axis_name: str) -> bool:
     if not inner:
         return axis_name in axes_of(eqn)
     return any(has_collectives(body, axis_name) for body in inner)
-
-
-def _inside(run: Callable[..., list[Any]], eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
-    """Runs an equation with collectives in its programs."""
-    name = eqn.primitive.name
-    if name == "cond":
-        each = [lambda *inputs, branch=branch: run(branch, inputs) for branch in branches(eqn)]
-        return jax.lax.switch(args[0], each, *args[1:])
-    if name == "scan":
-        rows = loop_parts(eqn, args)[2]
-        body = scan_body(eqn)[0]
-        return run_scan(eqn, args, rows, lambda before, row: run(body, [*before, *row]))
-    if name == "while":
-        test_consts, consts, carry = loop_parts(eqn, args)
-        test, body = while_programs(eqn)
-        return run_while(
-            eqn,
-            lambda state, _: run(test, [*test_consts, *state])[0],
-            lambda state, _: (run(body, [*consts, *state]), ()),
-            carry,
-        )[0]
-    if name not in CALLS:
-        raise ValueError(
-            f"the loss has a collective inside of {name}, where this backend cannot run it."
-        )
-    inputs = jaxpr_as_fun(barrier_before(eqn))(*args) if name in REMATERIALISED else args
-    return run(called_program(eqn), inputs)
 
 
 ### On a rank of MPI or of a lane

@@ -12,9 +12,9 @@ from jaxtyping import UInt8
 from fddp.comm.communicator import axis_communicator
 from fddp.comm.group import Group
 from fddp.comm.lane_thread import library
-from fddp.comm.lanes import mesh_lanes
 from fddp.comm.mesh_programs import first_devices, mesh_placement
 from fddp.comm.placement import AXIS, REPLICATED, from_process
+from fddp.comm.program_lane import mesh_lanes
 from fddp.comm.transport import Bytes, Hosts, Transport
 from fddp.jax_internals import context_mesh, without_context_mesh
 from fddp.wording import check_has

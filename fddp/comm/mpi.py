@@ -17,10 +17,10 @@ from fddp.comm.communicator import mpi_communicator
 from fddp.comm.donation import Donation
 from fddp.comm.group import Group
 from fddp.comm.lane_thread import library
-from fddp.comm.lanes import lanes
 from fddp.comm.loss_collectives import has_collectives, rank_words, run_translated
 from fddp.comm.mpi_transport import mpi_send
 from fddp.comm.placement import AXIS, NO_AXES, REPLICATED, Placement, placed, placed_alike, trace
+from fddp.comm.program_lane import lanes
 from fddp.comm.transport import Bytes, Hosts, Transport
 from fddp.jax_internals import CPU_OPTIONS, named_like, without_jit
 from fddp.wording import check_has
@@ -101,10 +101,8 @@ def mpi_placement(comm: Any) -> Placement:
             closed, shapes = trace(plain, f, *args)
             if without_jit() and not has_collectives(closed.jaxpr, AXIS):
                 return f(*args)  # with concrete values, not tracers
-            return jax.tree.unflatten(
-                jax.tree.structure(shapes),
-                run_translated(closed, jax.tree.leaves(args), AXIS, words),
-            )
+            outputs = run_translated(closed, AXIS, words, *jax.tree.leaves(args))
+            return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
         return plain.program(run, in_specs, out_specs, donate)
 

@@ -1,7 +1,7 @@
 """Messages of a lane over MPI, which free the core while they wait."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,14 @@ def mpi_send(comm: Any) -> Send:
     def send(kind: Kind, array: np.ndarray) -> None:
         if kind == "sum":
             parts = np.array_split(array, MESSAGES)
-            poll_until_done([comm.Iallreduce(MPI.IN_PLACE, part, op=MPI.SUM) for part in parts])
+            requests = [comm.Iallreduce(MPI.IN_PLACE, part, op=MPI.SUM) for part in parts]
+        elif kind == "gather":
+            requests = [comm.Iallgather(array[0].copy(), array)]
         else:
-            begin = {"gather": comm.Iallgather, "exchange": comm.Ialltoall}[kind]
-            summand = array[0] if kind == "gather" else array
-            poll_until_done([_bytes_of(begin)(summand.copy(), array)])
+            requests = [comm.Ialltoall(array.copy(), array)]
+        poll_until_done(requests)
 
     return send
-
-
-def _bytes_of(begin: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a collective without arithmetic move bytes: MPI lacks some dtypes."""
-    return lambda message, received: begin(message.view(np.uint8), received.view(np.uint8))
 
 
 def poll_until_done(requests: Sequence[Any]) -> None:

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from time import monotonic
 from typing import Any
@@ -16,10 +16,13 @@ from jax.interpreters import batching, mlir
 
 from fddp.comm.communicator import Communicator, rank_communicator
 from fddp.comm.journal import Journal
-from fddp.comm.lane_thread import DTYPES, KINDS, TIMES, Send, end_lane, stamps, start_lane
-from fddp.comm.loss_collectives import Words, has_collectives, run_translated
+from fddp.comm.lane_thread import TIMES, Send, end_lane, stamps, start_lane
+from fddp.comm.loss_collectives import has_collectives, rank_words, run_translated
 from fddp.comm.placement import REPLICATED, Placement, trace
-from fddp.jax_internals import named_like, without_jit
+from fddp.comm.rank_connections import connect_ranks
+from fddp.comm.socket_send import SocketSend
+from fddp.comm.transport import Hosts, MakeLanes
+from fddp.jax_internals import gloo_host, named_like, without_jit
 from fddp.program import (
     NUMBER,
     TOKEN,
@@ -33,61 +36,88 @@ from fddp.program import (
 )
 
 
-class ProgramLane:
-    """The messages of a group's programs, one after the other, in one order on all ranks."""
+def mesh_lanes(
+    placement: Placement, rank: int, hosts: Hosts, levels: Sequence[Sequence[int]] = ()
+) -> MakeLanes:
+    """Makes lanes over TCP for processes on a mesh; `levels` are as in `SocketSend`."""
 
-    def __init__(
-        self, size: int, token: jax.Array, sends: Sequence[Send], journal: Journal
-    ) -> None:
-        self._size = size
-        self.last = [token]
-        """The last program's token: the next program waits for it."""
-        lanes = self._lanes = [start_lane(size, send, journal, self.last) for send in sends]
-        self._programs = count()
-        self.carrier = Carrier(partial(_start, lanes), partial(_done, lanes))
-        for lane in lanes:
-            weakref.finalize(self, end_lane, lane).atexit = False
+    def connect() -> SocketSend:
+        return SocketSend(rank, connect_ranks(rank, hosts, gloo_host()), levels, hosts.ranks)
 
-    def communicator(self, replica_index: Callable[[], jax.Array]) -> Communicator:
-        """Makes the collectives of a replica inside a program of the lane."""
+    axis = str(placement.axis_name)
+    return lanes(placement, rank, lambda: jax.lax.axis_index(axis), connect)
 
-        def of(kind: Kind) -> Callable[[jax.Array], jax.Array]:
-            return lambda x: exchange(self.carrier, kind, x, self._size)
 
-        communicator = rank_communicator(
-            self._size, replica_index, of("sum"), of("exchange"), of("gather")
+def lanes(
+    placement: Placement,
+    rank: int,
+    replica_index: Callable[[], jax.Array],
+    connect: Callable[[], Send],
+) -> MakeLanes:
+    """Makes the programs of as many lanes as a caller needs; `connect` connects a lane.
+
+    `placement` compiles programs without messages.
+    """
+    size = placement.axis_size
+    axis = str(placement.axis_name)
+
+    @cache
+    def make(lane_count: int, journal: Journal) -> tuple[Placement, Communicator]:
+        token = placement.place(np.float32(1), REPLICATED)
+        lane = ProgramLane(size, token, [connect() for _ in range(lane_count)], journal)
+        numbers = count()
+
+        def carried(kind: Kind) -> Callable[[jax.Array], jax.Array]:
+            return lambda x: exchange(lane.carrier, kind, x, size)
+
+        communicator = replace(
+            rank_communicator(size, replica_index, *map(carried, ("sum", "exchange", "gather"))),
+            in_lane=True,
         )
-        return replace(communicator, in_lane=True)
-
-    def placement(self, placement: Placement, words: Words) -> Placement:
-        """Makes the collectives of programs, and by `words` those of losses, messages of the lane.
-
-        `placement` compiles programs without messages.
-        """
-        axis = str(placement.axis_name)
+        words = rank_words(rank, size, communicator)
 
         def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> Any:
-            number = next(self._programs)
+            number = next(numbers)
 
             @named_like(f)
             def run(token: jax.Array, *args: Any) -> Any:
                 closed, shapes = trace(placement, f, *args)
                 leaves = jax.tree.leaves(args)
                 if has_collectives(closed.jaxpr, axis):
-                    translated = partial(_translated, closed, axis, words)
+                    translated = partial(run_translated, closed, axis, words)
                     closed, _ = trace(placement, translated, *leaves)
                 elif without_jit():
                     return token, f(*args)  # with concrete values, not tracers
-                for lane in self._lanes:
-                    token = program_p.bind(token, lane=np.int64(lane), program=np.int64(number))
-                token, outputs = overlapped(closed, token, leaves)
+                token, outputs = overlapped(closed, lane.begun(token, number), leaves)
                 return token, jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
             specs = (REPLICATED, *in_specs), (REPLICATED, out_specs)
             jitted = placement.program(run, *specs, donate=[1 + k for k in donate])
-            return InOrder(self, jitted, number)
+            return InOrder(lane, jitted, number)
 
-        return placement._replace(program=program)
+        return placement._replace(program=program), communicator
+
+    return make
+
+
+class ProgramLane:
+    """The messages of a group's programs, one after the other, in one order on all ranks."""
+
+    def __init__(
+        self, size: int, token: jax.Array, sends: Sequence[Send], journal: Journal
+    ) -> None:
+        self.last = [token]
+        """The last program's token: the next program waits for it."""
+        self._lanes = [start_lane(size, send, journal, self.last) for send in sends]
+        self.carrier = Carrier(partial(_start, self._lanes), partial(_done, self._lanes))
+        for lane in self._lanes:
+            weakref.finalize(self, end_lane, lane).atexit = False
+
+    def begun(self, token: jax.Array, program: int) -> jax.Array:
+        """Begins a program, by its number, inside of it."""
+        for lane in map(np.int64, self._lanes):
+            (token,) = program_p.bind(token, forms=(), lane=lane, program=np.int64(program))
+        return token
 
     def timeline(self, program: int, called: float) -> Timeline:
         """The timeline of the last call of a program, which waits for the call's messages.
@@ -135,10 +165,6 @@ class InOrder:
         return self._program.__wrapped__(jnp.ones((), TOKEN.dtype), *args)[1]
 
 
-def _translated(closed: Any, axis: str, words: Words, *leaves: Any) -> list[Any]:
-    return run_translated(closed, leaves, axis, words)
-
-
 def _start(
     lanes: Sequence[int],
     token: jax.Array,
@@ -149,16 +175,14 @@ def _start(
     turn: int,
     late: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    dtype = form.dtype
-    if dtype not in DTYPES:
-        dtype = np.dtype(f"uint{8 * dtype.itemsize}")
     token, number = start_p.bind(
         token,
         *arrays,
+        forms=(NUMBER,),
         lane=np.int64(lanes[turn % len(lanes)]),
         bytes=np.int64(form.size * form.dtype.itemsize),
-        kind=np.int64(KINDS.index(kind)),
-        dtype=np.int64(DTYPES.index(dtype)),
+        kind=kind,
+        dtype=form.dtype.name,
         late=late,
         name=name,
     )
@@ -174,39 +198,8 @@ def _done(
 ) -> tuple[jax.Array, Sequence[jax.Array]]:
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in forms)
     lane = np.int64(lanes[turn % len(lanes)])
-    results = done_p.bind(number, *tokens, shapes=shapes, lane=lane)
-    return results[0], results[1:]
-
-
-# A profile shows the calls by these names: a wait is communication that nothing overlaps.
-program_p = Primitive("fddp_program")
-start_p = Primitive("fddp_start")
-done_p = Primitive("fddp_all_reduce_wait")
-start_p.multiple_results = done_p.multiple_results = True
-program_p.def_abstract_eval(lambda token, **attributes: token)
-
-
-@start_p.def_abstract_eval
-def _token_and_number(token: Any, *arrays: Any, **attributes: Any) -> list[Any]:
-    return [token, token.update(dtype=NUMBER.dtype)]
-
-
-@done_p.def_abstract_eval
-def _forms(
-    number: Any, token: Any, *tokens: Any, shapes: Sequence[Any], **attributes: Any
-) -> list[Any]:
-    return [token, *(token.update(shape=x.shape, dtype=x.dtype) for x in shapes)]
-
-
-def _done_lowering(ctx: Any, *args: Any, shapes: Sequence[Any], **attributes: Any) -> Any:
-    return jax.ffi.ffi_lowering("fddp_done")(ctx, *args, **attributes)
-
-
-# In a loop of steps nothing that begins one comes from the step before: XLA would begin it once.
-_program_lowering = jax.ffi.ffi_lowering("fddp_program", has_side_effect=True)
-mlir.register_lowering(program_p, _program_lowering, platform="cpu")
-mlir.register_lowering(start_p, jax.ffi.ffi_lowering("fddp_start"), platform="cpu")
-mlir.register_lowering(done_p, _done_lowering, platform="cpu")
+    token, *results = done_p.bind(number, *tokens, forms=shapes, lane=lane)
+    return token, results
 
 
 def _refuse_batches(*args: Any, **attributes: Any) -> Any:
@@ -216,5 +209,26 @@ def _refuse_batches(*args: Any, **attributes: Any) -> Any:
     )
 
 
-for primitive in (program_p, start_p, done_p):
+def _custom_call(name: str, target: str, has_side_effect: bool = False) -> Primitive:
+    """Makes the primitive of a custom call, which returns a token and arrays of `forms`."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    @primitive.def_abstract_eval
+    def outputs(first: Any, *args: Any, forms: Sequence[Any], **attributes: Any) -> list[Any]:
+        return [first.update(shape=x.shape, dtype=x.dtype) for x in (TOKEN, *forms)]
+
+    def lowering(ctx: Any, *args: Any, forms: Sequence[Any], **attributes: Any) -> Any:
+        rule = jax.ffi.ffi_lowering(target, has_side_effect=has_side_effect)
+        return rule(ctx, *args, **attributes)
+
+    mlir.register_lowering(primitive, lowering, platform="cpu")
     batching.primitive_batchers[primitive] = _refuse_batches
+    return primitive
+
+
+# A profile shows the calls by these names: a wait is communication that nothing overlaps.
+start_p = _custom_call("fddp_start", "fddp_start")
+done_p = _custom_call("fddp_all_reduce_wait", "fddp_done")
+# In a loop of steps nothing that begins one comes from the step before: XLA would begin it once.
+program_p = _custom_call("fddp_program", "fddp_program", has_side_effect=True)

@@ -20,8 +20,8 @@ from jaxtyping import Array, Shaped
 
 from fddp.comm.agreement import verify
 from fddp.comm.communicator import add_rows, mpi_word
-from fddp.comm.lanes import mesh_lanes
 from fddp.comm.placement import REPLICATED
+from fddp.comm.program_lane import mesh_lanes
 from fddp.comm.rank_connections import host_keys
 
 if TYPE_CHECKING:  # a group makes one with two levels

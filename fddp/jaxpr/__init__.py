@@ -14,7 +14,7 @@ from fddp.jaxpr.equations import straighten as straighten
 from fddp.jaxpr.equations import text_digest as text_digest
 from fddp.jaxpr.equations import variables as variables
 from fddp.jaxpr.gradient_rows import touched_rows
-from fddp.jaxpr.interpreter import Read, Values, interpret
+from fddp.jaxpr.interpreter import Read, Values, interpret, run_inner
 from fddp.jaxpr.leaves import differentiable as differentiable
 from fddp.jaxpr.leaves import is_used_up as is_used_up
 from fddp.jaxpr.leaves import join_leaves as join_leaves
@@ -23,7 +23,7 @@ from fddp.jaxpr.leaves import split_leaves as split_leaves
 from fddp.jaxpr.leaves import used_up as used_up
 from fddp.jaxpr.leaves import with_trained as with_trained
 from fddp.jaxpr.loops.fusible_loops import computed_by_layer, places
-from fddp.jaxpr.loops.loop_fusion import fused_loops, run_scan
+from fddp.jaxpr.loops.loop_fusion import fused_loops
 from fddp.jaxpr.order import first_uses, grad_order, ready_order, wiring
 from fddp.jaxpr.parts.part_kinds import Follows, Kind, Same, Whole
 from fddp.jaxpr.parts.part_passes import LeafWork, result_kinds, whole_leaves

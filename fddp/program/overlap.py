@@ -22,8 +22,16 @@ from fddp.jax_internals import (
     parameters,
     run_again,
 )
-from fddp.jaxpr import Values, cheap, form_of, interpret, maker_positions, straighten, variables
-from fddp.program.inner_messages import run_inner
+from fddp.jaxpr import (
+    Values,
+    cheap,
+    form_of,
+    interpret,
+    maker_positions,
+    run_inner,
+    straighten,
+    variables,
+)
 from fddp.program.program_messages import (
     Message,
     has_messages,
@@ -128,7 +136,7 @@ class _Run:
                 read = lambda atom, eqn=eqn: self._tied(atom, eqn)  # noqa: E731
             inputs = list(map(read, eqn.invars))
             if self._has_messages(at):
-                self.token, outputs = run_inner(eqn, self.token, inputs, overlapped)
+                self.token, outputs = run_inner(eqn, inputs, overlapped, self.token)
             else:
                 outputs = run_again(eqn, inputs)
             self.values.update(zip(eqn.outvars, outputs))

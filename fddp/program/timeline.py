@@ -3,6 +3,7 @@
 Source: the columns of Li et al. (VLDB 2020), Fig. 6, and of DDP's logging data.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
@@ -103,20 +104,18 @@ class Timeline:
     @property
     def overlap(self) -> float:
         """Seconds during which something was computed and something sent."""
-        return _common(self.communication, self.compute + self.updates)
+        return self.communicating - self.exposed
 
     @property
     def exposed(self) -> float:
         """Seconds of communication during which nothing was computed."""
-        return self.communicating - self.overlap
+        exposed = _covered(self.spans) - self.computing
+        return min(max(0, exposed), self.communicating)  # but for rounding
 
     @property
     def overlap_share(self) -> float:
         """Share of the communication that lies under computation, 0 to 1; 0 without messages."""
-        total = self.communicating
-        if not total:
-            return 0.0
-        return 1 - self.exposed / total
+        return 1 - self.exposed / self.communicating if self.communicating else 0.0
 
     def __str__(self) -> str:
         begin = self._begin
@@ -125,16 +124,8 @@ class Timeline:
             [x.name, *ms(x.started, x.sent, x.received, x.awaited, x.done), self._drawn(x)]
             for x in self.messages
         ]
-        head = [
-            "message",
-            "started",
-            "sent",
-            "received",
-            "awaited",
-            "done",
-            "- queued, = travels, ! awaited",
-        ]
-        lines = table([head, *rows])
+        times = ("started", "sent", "received", "awaited", "done")
+        lines = table([["message", *times, "- queued, = travels, ! awaited"], *rows])
         if not rows:
             spans = sorted(self.spans, key=lambda span: span.start)
             lines = table([(x.kind, x.name, " … ".join(ms(x.start, x.end))) for x in spans])
@@ -188,24 +179,11 @@ def _computed(messages: Sequence[MessageTimes], begin: float) -> Iterator[Span]:
         begin = max(begin, wait[1])
 
 
-def _merged(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The stretches of time that spans cover, without overlaps."""
-    merged: list[tuple[float, float]] = []
+def _covered(spans: Iterable[Span]) -> float:
+    """Seconds that spans cover."""
+    seconds: float = 0
+    covered = -math.inf  # until this time
     for span in sorted(spans, key=lambda span: span.start):
-        if merged and span.start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], span.end))
-        else:
-            merged.append((span.start, span.end))
-    return merged
-
-
-def _covered(spans: Sequence[Span]) -> float:
-    return sum(end - start for start, end in _merged(spans))
-
-
-def _common(a: Sequence[Span], b: Sequence[Span]) -> float:
-    return sum(
-        max(0.0, min(end, stop) - max(start, begin))
-        for start, end in _merged(a)
-        for begin, stop in _merged(b)
-    )
+        seconds += max(0, span.end - max(covered, span.start))
+        covered = max(covered, span.end)
+    return seconds

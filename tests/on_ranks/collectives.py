@@ -65,7 +65,7 @@ def below_the_largest(p: Any, batch: Any, axis: str | None) -> jax.Array:
 
 
 def in_loops(p: Any, batch: Any, axis: str | None) -> jax.Array:
-    """Sums over replicas in a scan, in a rematerialized part, and in a branch."""
+    """Sums over replicas in a scan, in a rematerialized part, in a branch and in a condition."""
     mean = (lambda x: jax.lax.pmean(jnp.mean(x, 0), axis)) if axis else (lambda x: jnp.mean(x, 0))
 
     def layer(x: Any, w: Any) -> Any:
@@ -75,6 +75,9 @@ def in_loops(p: Any, batch: Any, axis: str | None) -> jax.Array:
     x, _ = jax.lax.scan(layer, batch["image"], jnp.stack([p["first"], p["second"]]))
     x = jax.checkpoint(lambda x: jnp.sin(x) + mean(jnp.cos(x)))(x)
     x = jax.lax.cond(jnp.sum(p["first"]) > 1e9, lambda x: x, lambda x: x * mean(x**2), x)
+    squares = jax.lax.stop_gradient(x**2)
+    small = lambda scale: jnp.all(mean(scale * squares) < 0.01)  # noqa: E731
+    x *= jax.lax.while_loop(lambda scale: ~small(scale), lambda scale: scale / 2, 1.0)
     return jnp.mean((x - 0.3) ** 2)
 
 

@@ -130,22 +130,24 @@ def _run_fused(
     """Runs a loop with other loops fused into it."""
     body, options = scan_body(host)
     length = options["length"]
-    consts, carry, layered = loop_parts(host, host.invars)
+    consts, carry, layered = loop_parts(host, list(map(read, host.invars)))
     stacks = host.outvars[len(carry) :]
     more_stacks = list(dict.fromkeys(chain(*(_more_stacks(*guest) for guest in inside))))
 
-    def run_round(before: list[Array], entries: tuple[list[Array], list[Array]]) -> list[Any]:
-        outputs = jaxpr_as_fun(body)(*before, *entries[0])
+    def run_round(before: list[Array], entries: tuple[list[Array], list[Array]]) -> Any:
+        outputs = jaxpr_as_fun(body)(*consts, *before, *entries[0])
         layers = dict(zip(more_stacks, entries[1]))
-        read_outputs: list[Any] = outputs[: len(carry)]
+        read_layers = list[Any]()
         for var, layer in zip(stacks, outputs[len(carry) :]):
             layers[var] = layer[None]
-            read_outputs.append(layer if var in read_values else None)
-        return [*read_outputs, [_one_round(*guest, layers, length, read) for guest in inside]]
+            read_layers.append(layer if var in read_values else None)
+        by_guest = [_one_round(*guest, layers, length, read) for guest in inside]
+        return outputs[: len(carry)], [*read_layers, by_guest]
 
     more_layers = [read(var).reshape(length, *layer_dims(var, length)) for var in more_stacks]
-    layers = list(map(read, layered)), more_layers
-    return run_scan(host, list(map(read, [*consts, *carry])), layers, run_round)
+    with named_as(host):
+        state, outputs = jax.lax.scan(run_round, carry, (layered, more_layers), **options)
+    return [*state, *outputs]
 
 
 def _more_stacks(loop: JaxprEqn, origin: Origin) -> list[Var]:
@@ -168,21 +170,3 @@ def _one_round(
     inputs = [values[atom].reshape(form_of(atom).shape[1:]) for atom in layered]
     with named_as(loop):
         return jaxpr_as_fun(scan_body(loop)[0])(*map(read, consts), *inputs)
-
-
-def run_scan(
-    loop: JaxprEqn,
-    args: Sequence[Any],
-    layers: Any,
-    run_round: Callable[[list[Any], Any], list[Any]],
-) -> list[Any]:
-    """Runs a `scan` under a trace, with `run_round` in place of its body; returns its outputs."""
-    consts, carry, _ = loop_parts(loop, args)
-
-    def body(state: list[Any], entries: Any) -> tuple[list[Any], list[Any]]:
-        outputs = run_round([*consts, *state], entries)
-        return outputs[: len(carry)], outputs[len(carry) :]
-
-    with named_as(loop):
-        state, stacks = jax.lax.scan(body, carry, layers, **scan_body(loop)[1])
-    return [*state, *stacks]

@@ -16,7 +16,6 @@ from fddp.comm import (
     REPLICATED,
     Communicator,
     Group,
-    InOrder,
     add_replica_dim,
     as_program,
     drop_replica_dim,
@@ -33,34 +32,6 @@ def overlap(group: Group, pieces: Pieces, donate: bool) -> Runner:
 
     If `donate`, the program may reuse the state's memory.
     """
-    return _runner(group, pieces, donate)
-
-
-def after(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """Makes a step whose messages leave when the whole backward pass has ended."""
-    wait = _behind_all if group.communicator.in_lane else jax.lax.optimization_barrier
-
-    def run(state: Any, pending: Any, shards: Any, rows: Any, send: Send) -> tuple[Any, Any]:
-        def send_later(messages: Messages) -> Any:
-            return send(replace(messages, arrays=wait(messages.arrays)))
-
-        return pieces.run(state, pending, shards, rows, send_later)
-
-    return _runner(group, pieces._replace(run=run), donate)
-
-
-def _behind_all(arrays: Any) -> Any:
-    """Multiplies arrays by 1.0, which XLA:CPU knows when all of them exist; it drops barriers."""
-    is_float = lambda x: x.size and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-    floats = list(filter(is_float, jax.tree.leaves(arrays)))
-    if not floats:
-        return arrays
-    ends = jnp.stack([x.ravel()[k].astype(jnp.float32) for x in floats for k in (0, -1)])
-    one = jnp.where(jnp.any(jnp.isnan(ends) & jnp.isinf(ends)), 0.0, 1.0)
-    return jax.tree.map(lambda x: x * one.astype(x.dtype) if is_float(x) else x, arrays)
-
-
-def _runner(group: Group, pieces: Pieces, donate: bool) -> Runner:
     placement = group.placement
     step = partial(traced, group, pieces)
     # The result has neither pending sums nor rows.
@@ -86,8 +57,32 @@ def _runner(group: Group, pieces: Pieces, donate: bool) -> Runner:
 
     ordered = placement.on_mesh or group.transport.in_lanes
     names = tuple(reduction.name for reduction in pieces.reductions)
-    timeline = program.timeline if isinstance(program, InOrder) else None
+    timeline = getattr(program, "timeline", None)  # between CPU processes
     return Runner(run, lower, messages=names, inside=inside if ordered else None, timeline=timeline)
+
+
+def after(group: Group, pieces: Pieces, donate: bool) -> Runner:
+    """Makes a step whose messages leave when the whole backward pass has ended."""
+    wait = _behind_all if group.communicator.in_lane else jax.lax.optimization_barrier
+
+    def run(state: Any, pending: Any, shards: Any, rows: Any, send: Send) -> tuple[Any, Any]:
+        def send_later(messages: Messages) -> Any:
+            return send(replace(messages, arrays=wait(messages.arrays)))
+
+        return pieces.run(state, pending, shards, rows, send_later)
+
+    return overlap(group, pieces._replace(run=run), donate)
+
+
+def _behind_all(arrays: Any) -> Any:
+    """Multiplies arrays by 1.0, which XLA:CPU knows when all of them exist; it drops barriers."""
+    is_float = lambda x: x.size and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    floats = list(filter(is_float, jax.tree.leaves(arrays)))
+    if not floats:
+        return arrays
+    ends = jnp.stack([x.ravel()[k].astype(jnp.float32) for x in floats for k in (0, -1)])
+    one = jnp.where(jnp.any(jnp.isnan(ends) & jnp.isinf(ends)), 0.0, 1.0)
+    return jax.tree.map(lambda x: x * one.astype(x.dtype) if is_float(x) else x, arrays)
 
 
 def fed(group: Group, inputs: StepInputs) -> StepInputs:
