@@ -14,6 +14,7 @@ from fddp.comm.communicator import as_uint32 as as_uint32
 from fddp.comm.communicator import axis_communicator as axis_communicator
 from fddp.comm.communicator import count_aside as count_aside
 from fddp.comm.communicator import count_bytes as count_bytes
+from fddp.comm.communicator import more_sent as more_sent
 from fddp.comm.group import Group
 from fddp.comm.handshake import SECRET as SECRET
 from fddp.comm.handshake import answer_calls as answer_calls

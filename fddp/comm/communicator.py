@@ -139,6 +139,15 @@ def as_uint32(nbytes: int | Array) -> UInt32[Array, ""]:
     return jnp.asarray(nbytes, jnp.uint32)
 
 
+def more_sent(sent: UInt32[Array, "*messages"], nbytes: Any) -> UInt32[Array, "*messages"]:
+    """Adds to a number of bytes, and saturates at 32 bits.
+
+    >>> int(more_sent(jnp.uint32(7), 2**40)) == MOST
+    True
+    """
+    return sent + jnp.minimum(as_uint32(nbytes), jnp.uint32(MOST) - sent)
+
+
 def all_reduce_bytes(comm: Communicator, size: int, dtype: DTypeLike) -> int:
     """Returns the bytes that each replica sends for the sum of `size` numbers."""
     itemsize = jnp.dtype(dtype).itemsize

@@ -108,32 +108,17 @@ class ProgramLane:
     ) -> None:
         self.last = [token]
         """The last program's token: the next program waits for it."""
-        self._lanes = [start_lane(size, send, journal, self.last) for send in sends]
-        self.carrier = Carrier(partial(_start, self._lanes), partial(_done, self._lanes))
-        for lane in self._lanes:
+        self.numbers = [start_lane(size, send, journal, self.last) for send in sends]
+        """Those of its lanes."""
+        self.carrier = Carrier(partial(_start, self.numbers), partial(_done, self.numbers))
+        for lane in self.numbers:
             weakref.finalize(self, end_lane, lane).atexit = False
 
     def begun(self, token: jax.Array, program: int) -> jax.Array:
         """Begins a program, by its number, inside of it."""
-        for lane in map(np.int64, self._lanes):
+        for lane in map(np.int64, self.numbers):
             (token,) = program_p.bind(token, forms=(), lane=lane, program=np.int64(program))
         return token
-
-    def timeline(self, program: int, called: float) -> Timeline:
-        """The timeline of the last call of a program, which waits for the call's messages.
-
-        `called` is the time of the call, at which the program before it may still have run.
-        """
-        jax.block_until_ready(self.last)
-        ended = [x for lane in self._lanes for x in stamps(lane)]
-        last = max((x.call for x in ended if x.program == program), default=0)
-        begin = max([called, *(x.done for x in ended if x.call < last)])
-        messages = [
-            MessageTimes(x.name.decode(), x.nbytes, *(getattr(x, time) for time in TIMES))
-            for x in ended
-            if x.call == last
-        ]
-        return timeline_of(messages, begin)
 
 
 class InOrder:
@@ -157,8 +142,18 @@ class InOrder:
         return self._program.lower(*self._lane.last, *args)
 
     def timeline(self) -> Timeline:
-        """When the last call computed, and when its messages travelled."""
-        return self._lane.timeline(self._number, self._called)
+        """The timeline of the last call, which waits for the call's messages."""
+        jax.block_until_ready(self._lane.last)
+        ended = [x for lane in self._lane.numbers for x in stamps(lane)]
+        last = max((x.call for x in ended if x.program == self._number), default=0)
+        # The program before this one may have run when this one was called.
+        begin = max([self._called, *(x.done for x in ended if x.call < last)])
+        messages = [
+            MessageTimes(x.name.decode(), x.nbytes, *(getattr(x, time) for time in TIMES))
+            for x in ended
+            if x.call == last
+        ]
+        return timeline_of(messages, begin)
 
     def __wrapped__(self, *args: Any) -> Any:
         """Runs inside another program, whose data order it."""

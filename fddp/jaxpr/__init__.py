@@ -9,6 +9,7 @@ from fddp.jaxpr.dataflow import inputs_of_outputs
 from fddp.jaxpr.equations import cheap as cheap
 from fddp.jaxpr.equations import collectives as collectives
 from fddp.jaxpr.equations import form_of as form_of
+from fddp.jaxpr.equations import inner_equations as inner_equations
 from fddp.jaxpr.equations import maker_positions as maker_positions
 from fddp.jaxpr.equations import straighten as straighten
 from fddp.jaxpr.equations import text_digest as text_digest
@@ -20,7 +21,6 @@ from fddp.jaxpr.leaves import is_used_up as is_used_up
 from fddp.jaxpr.leaves import join_leaves as join_leaves
 from fddp.jaxpr.leaves import refuse_deleted as refuse_deleted
 from fddp.jaxpr.leaves import split_leaves as split_leaves
-from fddp.jaxpr.leaves import used_up as used_up
 from fddp.jaxpr.leaves import with_trained as with_trained
 from fddp.jaxpr.loops.fusible_loops import computed_by_layer, places
 from fddp.jaxpr.loops.loop_fusion import fused_loops

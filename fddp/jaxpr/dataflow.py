@@ -40,17 +40,6 @@ def flow(
     return fact
 
 
-def joined(
-    jaxpr: Jaxpr, inputs: Sequence[Fact], join: Callable[[list[Fact]], Fact], empty: Fact
-) -> Callable[[Var | Literal], Fact]:
-    """Computes a fact about each value: the join of those about all inputs of its equation."""
-
-    def through(eqn: JaxprEqn, facts: list[Fact]) -> list[Fact]:
-        return [join(facts)] * len(eqn.outvars)
-
-    return flow(jaxpr, inputs, through, lambda atom: empty)
-
-
 def inputs_of_outputs(closed: ClosedJaxpr) -> list[frozenset[int]]:
     """Finds the inputs that each output of a program may depend on.
 
@@ -61,8 +50,11 @@ def inputs_of_outputs(closed: ClosedJaxpr) -> list[frozenset[int]]:
     jaxpr = straighten(closed).jaxpr
     inputs = [frozenset([position]) for position in range(len(jaxpr.invars))]
     nothing = frozenset[int]()
-    sources = joined(jaxpr, inputs, lambda sets: nothing.union(*sets), nothing)
-    return list(map(sources, jaxpr.outvars))
+
+    def through(eqn: JaxprEqn, sets: list[frozenset[int]]) -> list[frozenset[int]]:
+        return [nothing.union(*sets)] * len(eqn.outvars)
+
+    return list(map(flow(jaxpr, inputs, through, lambda atom: nothing), jaxpr.outvars))
 
 
 def last_costly(jaxpr: Jaxpr) -> Callable[[Var | Literal], tuple[int, ...]]:

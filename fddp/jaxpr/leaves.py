@@ -35,24 +35,17 @@ def join_leaves(chosen: Sequence[int], trainable: Sequence[Any], fixed: Sequence
 def refuse_deleted(state: Any) -> None:
     """Raises a ValueError if an array of a state was donated."""
     if is_used_up(state):
-        raise used_up()
+        raise ValueError(
+            "this state is used up: a step has reused its memory for the next state. Continue with "
+            "the state that the step returned, or create the step with donate=False to use a state "
+            "several times. After an interrupted step, continue from the newest checkpoint."
+        )
 
 
 def is_used_up(state: Any) -> bool:
     """Returns True if an array of a state was donated."""
-    for x in jax.tree.leaves(state):
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and given_away(x):
-            return True
-    return False
-
-
-def used_up() -> ValueError:
-    """The error of a step on a donated state."""
-    return ValueError(
-        "this state is used up: a step has reused its memory for the next state. Continue with "
-        "the state that the step returned, or create the step with donate=False to use a state "
-        "several times. After an interrupted step, continue from the newest checkpoint."
-    )
+    arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+    return any(given_away(x) for x in arrays if not isinstance(x, Tracer))
 
 
 def with_trained(params: PyTree, trained: PyTree) -> Any:

@@ -45,21 +45,12 @@ end_p = Primitive("fddp_end")
 
 
 @exchange_p.def_abstract_eval
-def _abstract(x: Any, *, carrier: Carrier, kind: Kind, form: jax.ShapeDtypeStruct) -> Any:
-    del carrier, kind
+@end_p.def_abstract_eval
+def _of_form(x: Any, *, form: jax.ShapeDtypeStruct, **params: Any) -> Any:
     return x.update(shape=form.shape, dtype=form.dtype)
 
 
-@begin_p.def_abstract_eval
-def _number(x: Any, **params: Any) -> Any:
-    del params
-    return x.update(shape=NUMBER.shape, dtype=NUMBER.dtype)
-
-
-@end_p.def_abstract_eval
-def _result(number: Any, *, carrier: Carrier, kind: Kind, form: jax.ShapeDtypeStruct) -> Any:
-    del carrier, kind
-    return number.update(shape=form.shape, dtype=form.dtype)
+begin_p.def_abstract_eval(lambda x, **params: _of_form(x, form=NUMBER))
 
 
 def _at_once(

@@ -55,7 +55,7 @@ def overlapped(
     Returns the token of its last call, and its outputs.
     """
     program = straighten(closed)
-    if not has_messages(program.jaxpr):
+    if not any(map(has_messages, program.jaxpr.eqns)):
         return token, interpret(closed, args, lambda eqn, read: None)
     run = _Run(program, token, args)
     run.all()
@@ -98,7 +98,8 @@ class _Run:
                 self._compute(sorted(sources), tied=not received & untied)
                 if message.pieces:
                     self._start(message)
-                if message.pieces or any(self._has_messages(at) for at in sources):  # in a loop
+                # A loop among the sources starts messages, too.
+                if message.pieces or any(has_messages(self.eqns[at]) for at in sources):
                     self.stage += 1
                     untied |= 1 << k
                 if message.results:
@@ -109,9 +110,6 @@ class _Run:
                 return
             self._receive(self.messages[flying[0]])
             received |= 1 << flying.popleft()
-
-    def _has_messages(self, at: int) -> bool:
-        return any(map(has_messages, inner_programs(self.eqns[at])))
 
     def _missing(self, atoms: Iterable[Var | Literal]) -> int:
         """The messages that values need: a bit for each."""
@@ -135,7 +133,7 @@ class _Run:
             if tied and (inner_programs(eqn) or max(stages, default=-1) < self.stage):
                 read = lambda atom, eqn=eqn: self._tied(atom, eqn)  # noqa: E731
             inputs = list(map(read, eqn.invars))
-            if self._has_messages(at):
+            if has_messages(eqn):
                 self.token, outputs = run_inner(eqn, inputs, overlapped, self.token)
             else:
                 outputs = run_again(eqn, inputs)

@@ -12,13 +12,12 @@ from fddp.jax_internals import (
     Var,
     acts,
     acts_alike,
-    inner_programs,
     joined_dim,
     parameters,
     permutes,
     scope_of,
 )
-from fddp.jaxpr import form_of, variables
+from fddp.jaxpr import form_of, inner_equations, variables
 from fddp.program.exchange import begin_p, end_p, exchange_p
 
 
@@ -147,14 +146,9 @@ def needed(
 
 def receives(eqn: JaxprEqn) -> bool:
     """Returns True if an equation receives a message, at any depth."""
-    if eqn.primitive in (exchange_p, end_p):
-        return True
-    return any(receives(inner) for jaxpr in inner_programs(eqn) for inner in jaxpr.eqns)
+    return eqn.primitive in (exchange_p, end_p) or any(map(receives, inner_equations(eqn)))
 
 
-def has_messages(jaxpr: Jaxpr) -> bool:
-    """Returns True if a program has messages, at any depth."""
-    return any(
-        eqn.primitive in (exchange_p, begin_p, end_p) or any(map(has_messages, inner_programs(eqn)))
-        for eqn in jaxpr.eqns
-    )
+def has_messages(eqn: JaxprEqn) -> bool:
+    """Returns True if an equation is a message, or has one in its programs."""
+    return eqn.primitive is begin_p or receives(eqn) or any(map(has_messages, inner_equations(eqn)))

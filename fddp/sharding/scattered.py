@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, PyTree, UInt32
 
 from fddp.buckets import Message, Messages, add_tail, insert_shards, pack_parts, split_shards
-from fddp.comm import Communicator, count_bytes, forms_of
+from fddp.comm import Communicator, count_bytes, forms_of, more_sent
 from fddp.hooks import Reduction, gathered, plain, reductions, scattered
 from fddp.losses import Pending, add_trees, split_rows
 from fddp.sharding.part_packing import (
@@ -32,7 +32,7 @@ from fddp.sharding.part_packing import (
 )
 from fddp.sharding.parts_update import run_on_parts
 from fddp.step import Agreed, Mean, Replica, StepInfo, TrainState, params_checked
-from fddp.step.schedules import Pieces, Send, more_sent
+from fddp.step.schedules import Pieces, Send
 
 Bytes = UInt32[Array, " messages"]
 

@@ -3,6 +3,7 @@
 They accumulate contributions, pack them into messages, and divide the received sums.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from fddp.buckets import BucketPlan, Messages
@@ -23,7 +25,6 @@ from fddp.step.buffers import land_buffers, send_buffers
 from fddp.step.combinations import AXES, refuse
 from fddp.step.first_trace import FirstTrace
 from fddp.step.options import Options
-from fddp.step.schedules import by_bucket
 from fddp.step.state import Mean, TrainState
 from fddp.wording import leaf_names
 
@@ -141,7 +142,9 @@ class Replica:
         if used is not None:
             used = _tree(plan.treedef, chosen, list(used.astype(jnp.int32)))
         grads = _tree(plan.treedef, chosen, means.grads)
-        sent = by_bucket(plan, nbytes)
+        # A separate message of the scalars is the last.
+        buckets = [math.inf if x.bucket is None else x.bucket for x in plan.messages]
+        sent = nbytes[np.argsort(buckets)]
         return Mean(grads, means.loss, means.aux, model_state, sent, used, broken, sums.weight)
 
     @property
