@@ -14,7 +14,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <map>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -58,7 +57,6 @@ struct Lane {
   int32_t next = 0;                  // number of the next message
   std::unordered_set<int32_t> started;  // messages that no program has received
   std::unordered_map<int32_t, Message> results;
-  std::multimap<int64_t, char*> idle;  // capacity -> memory
   int64_t call = 0, program = -1;      // the program call that runs, and its program
   std::vector<Stamps> ended;           // the last messages, in a ring
   size_t ends = 0;
@@ -82,17 +80,6 @@ double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-int64_t capacity_of(int64_t bytes) { return bytes / 64 * 64 + 64; }
-
-char* take(Lane* lane, int64_t bytes) {
-  int64_t capacity = capacity_of(bytes);
-  auto found = lane->idle.find(capacity);
-  if (found == lane->idle.end()) return static_cast<char*>(aligned_alloc(64, capacity));
-  char* data = found->second;
-  lane->idle.erase(found);
-  return data;
-}
-
 template <size_t SIZE>
 void write(char (&text)[SIZE], std::string_view value) {
   value.copy(text, SIZE - 1);
@@ -114,11 +101,8 @@ ffi::Error Start(ffi::RemainingArgs args, ffi::RemainingRets results, int64_t id
   write(message.kind, kind);
   write(message.dtype, dtype);
   write(message.stamps.name, name);
-  {
-    std::lock_guard<std::mutex> lock(lane->mutex);
-    message.data = take(lane, bytes);
-  }
-  char* at = message.data;
+  // Freed memory stays in the process (fddp/runtime/freed_memory.py): the next step has it again.
+  char* at = message.data = static_cast<char*>(malloc(bytes));
   for (size_t i = 1; i < args.size(); ++i) {
     auto array = args.get<ffi::AnyBuffer>(i).value();
     memcpy(at, array.untyped_data(), array.size_bytes());
@@ -168,8 +152,8 @@ ffi::Error Receive(int64_t id, int32_t number, int64_t row, int64_t count,
     memcpy(static_cast<char*>(array->untyped_data()) + row * bytes, at, bytes);
     at += bytes;
   }
+  free(message.data);
   std::lock_guard<std::mutex> lock(lane->mutex);
-  lane->idle.emplace(capacity_of(stamps.bytes), message.data);
   stamps.call = lane->call;
   stamps.program = lane->program;
   stamps.done = now();
@@ -296,8 +280,6 @@ void fddp_lane_close(int64_t id, const char* error) {
     std::lock_guard<std::mutex> lock(lane->mutex);
     lane->closed = true;
     lane->error = error;
-    for (auto& memory : lane->idle) free(memory.second);
-    lane->idle.clear();
   }
   lane->queued.notify_all();
   lane->finished.notify_all();

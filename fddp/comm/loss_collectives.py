@@ -21,10 +21,8 @@ from fddp.jax_internals import (
     Jaxpr,
     JaxprEqn,
     axes_of,
-    exchanged_dims,
-    gathered_dim,
+    dims_of,
     inner_programs,
-    scattered_dim,
     sets_of,
     ways_of,
 )
@@ -140,7 +138,7 @@ def _extreme(subsets: _Subsets, reduction: Callable[..., Array], eqn: JaxprEqn, 
 
 
 def _all_gather(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
-    dim, tiled = gathered_dim(eqn)
+    dim, tiled = dims_of(eqn)
     rows = subsets.gathered(eqn, x)
     if tiled:
         return jnp.concatenate(list(rows), dim)
@@ -148,7 +146,7 @@ def _all_gather(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
 
 
 def _psum_scatter(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
-    dim, tiled = scattered_dim(eqn)
+    dim, tiled = dims_of(eqn)
     rows = jnp.stack(jnp.split(x, len(subsets.members(eqn)), dim))
     total = _added(subsets.exchanged(eqn, rows))
     if tiled:
@@ -157,22 +155,19 @@ def _psum_scatter(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
 
 
 def _all_to_all(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
-    split_dim, concat_dim = exchanged_dims(eqn)
+    split_dim, concat_dim = dims_of(eqn)
     rows = jnp.stack(jnp.split(x, len(subsets.members(eqn)), split_dim))
     return jnp.concatenate(list(subsets.exchanged(eqn, rows)), concat_dim)
 
 
 def _permuted(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
-    """Sends an array to its target, and returns the received array; zeros without a source."""
+    """Returns the array of this replica's source; zeros without a source."""
     # All ranks run the same equations: where dependencies differ, messages leave in another order.
-    number = subsets.communicator.replica_index()
-    targets, sources = np.full((2, subsets.size), -1)
+    sources = np.full(subsets.size, -1)
     for source, target in ways_of(eqn):
-        targets[source], sources[target] = target, source
-    here = jnp.asarray(targets)[number]
-    sent = [jnp.where(here == k, x, jnp.zeros_like(x)) for k in range(subsets.size)]
-    source = jnp.asarray(sources)[number]
-    received = subsets.communicator.all_to_all(jnp.stack(sent))[source]
+        sources[target] = source
+    source = jnp.asarray(sources)[subsets.communicator.replica_index()]
+    received = subsets.communicator.all_gather(x)[source]
     return jnp.where(source >= 0, received, jnp.zeros_like(x))
 
 

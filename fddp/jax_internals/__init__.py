@@ -13,11 +13,8 @@ from fddp.jax_internals.arrays import replicated_over as replicated_over
 from fddp.jax_internals.arrays import resharded as resharded
 from fddp.jax_internals.arrays import rows_here as rows_here
 from fddp.jax_internals.collective_equations import COLLECTIVES as COLLECTIVES
-from fddp.jax_internals.collective_equations import INDEX as INDEX
 from fddp.jax_internals.collective_equations import axes_of as axes_of
-from fddp.jax_internals.collective_equations import exchanged_dims as exchanged_dims
-from fddp.jax_internals.collective_equations import gathered_dim as gathered_dim
-from fddp.jax_internals.collective_equations import scattered_dim as scattered_dim
+from fddp.jax_internals.collective_equations import dims_of as dims_of
 from fddp.jax_internals.collective_equations import sets_of as sets_of
 from fddp.jax_internals.collective_equations import unbound_axis as unbound_axis
 from fddp.jax_internals.collective_equations import ways_of as ways_of

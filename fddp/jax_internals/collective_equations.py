@@ -9,8 +9,11 @@ COLLECTIVES = {
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pgather", "pbroadcast"),
     *("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "ragged_all_to_all"),
 }
-# It sends nothing, but it needs an axis.
-INDEX = "axis_index"
+DIMS = {
+    "all_gather": ("all_gather_dimension", "tiled"),
+    "reduce_scatter": ("scatter_dimension", "tiled"),
+    "all_to_all": ("split_axis", "concat_axis"),
+}
 
 
 def unbound_axis(error: NameError) -> str | None:
@@ -28,9 +31,7 @@ def axes_of(eqn: JaxprEqn) -> tuple[Any, ...]:
     Relies on `axes` and `axis_name`.
     """
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    if isinstance(axes, tuple | list):
-        return tuple(axes)
-    return (axes,)
+    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
 
 def sets_of(eqn: JaxprEqn) -> tuple[tuple[int, ...], ...] | None:
@@ -39,35 +40,19 @@ def sets_of(eqn: JaxprEqn) -> tuple[tuple[int, ...], ...] | None:
     Relies on `axis_index_groups`.
     """
     sets = eqn.params.get("axis_index_groups")
-    if sets is None:
-        return None
-    return tuple(map(tuple, sets))
+    return None if sets is None else tuple(map(tuple, sets))
 
 
-def gathered_dim(eqn: JaxprEqn) -> tuple[int, bool]:
-    """Returns the dim along which an `all_gather` joins, and False if this dim is new.
+def dims_of(eqn: JaxprEqn) -> tuple[int, int]:
+    """Returns two parameters of a collective, which relies on their names in `DIMS`.
 
-    Relies on `all_gather_dimension` and `tiled`.
+    Of an `all_gather` or a `reduce_scatter` these are the dim of the replicas, and False if only
+    the gathered array has it. An `all_to_all` splits along the first dim and joins along the other.
     """
-    return eqn.params["all_gather_dimension"], eqn.params["tiled"]
-
-
-def scattered_dim(eqn: JaxprEqn) -> tuple[int, bool]:
-    """Returns the dim along which a `reduce_scatter` splits, and False if it drops this dim.
-
-    Relies on `scatter_dimension` and `tiled`.
-    """
-    return eqn.params["scatter_dimension"], eqn.params["tiled"]
-
-
-def exchanged_dims(eqn: JaxprEqn) -> tuple[int, int]:
-    """Returns the dims along which an `all_to_all` splits and concatenates.
-
-    Relies on `split_axis` and `concat_axis`.
-    """
-    return eqn.params["split_axis"], eqn.params["concat_axis"]
+    first, second = DIMS[eqn.primitive.name]
+    return eqn.params[first], eqn.params[second]
 
 
 def ways_of(eqn: JaxprEqn) -> list[tuple[int, int]]:
     """Returns the pairs (source, target) of a `ppermute`. Relies on `perm`."""
-    return [(source, target) for source, target in eqn.params["perm"]]
+    return eqn.params["perm"]
