@@ -105,8 +105,10 @@ def _carry(lane: int, size: int, send: Send, journal: Journal, last: Sequence[An
     while state := calls.fddp_lane_next(lane, chosen, message):
         try:
             if state == CHOICE:
+                numbers = np.full((size, 1), message.number, np.int32)
                 with journal.message("the next message", 4):
-                    chosen = _of_first_rank(size, send, message.number)
+                    send("gather", numbers)
+                chosen = int(numbers[0, 0])  # by the first rank
                 continue
             if state == ENDS:
                 if last[0].is_ready():
@@ -125,13 +127,6 @@ def _carry(lane: int, size: int, send: Send, journal: Journal, last: Sequence[An
             calls.fddp_lane_close(lane, f"{type(error).__name__}: {error}".encode())
             return
         calls.fddp_lane_finish(lane, message)
-
-
-def _of_first_rank(size: int, send: Send, number: int) -> int:
-    """The first rank's choice of the next message."""
-    numbers = np.full((size, 1), number, np.int32)
-    send("gather", numbers)
-    return int(numbers[0, 0])
 
 
 @atexit.register

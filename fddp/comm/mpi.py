@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
-from jaxtyping import PyTree, UInt8
+from jaxtyping import UInt8
 
 from fddp.comm.communicator import mpi_communicator
 from fddp.comm.donation import Donation
@@ -124,9 +123,6 @@ def rank_placement(size: int) -> Placement:
             f, donate_argnums=tuple(donate), compiler_options=options, out_shardings=sharding
         )
 
-    def place(tree: PyTree, spec: PartitionSpec) -> Any:
-        return placed_alike(tree, sharding)
-
     return Placement(
         axis_name=AXIS,
         axis_size=size,
@@ -137,7 +133,7 @@ def rank_placement(size: int) -> Placement:
         view=NO_AXES,
         spec=lambda x: REPLICATED,
         program=program,
-        place=place,
+        place=lambda tree, spec: placed_alike(tree, sharding),
         donation=Donation(sharding),
         per_device=lambda x: (x,),
         join_devices=lambda arrays, spec: arrays[0],

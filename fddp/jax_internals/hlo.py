@@ -173,7 +173,7 @@ def _instruction(line: str) -> Instruction:
     arrays = re.findall(r"\b([a-z]\w*)\[([\d,<= ]*)\]", re.sub(r"/\*.*?\*/|\{[^}]*\}", "", shape))
     return Instruction(
         name=name.lstrip("%"),
-        result=tuple(Array(dtype, read_integers(dims)) for dtype, dims in arrays),
+        result=tuple(Array(x, tuple(map(int, re.findall(r"\d+", dims)))) for x, dims in arrays),
         opcode=text[:opening],
         operands=tuple(re.findall(r"%([\w.-]+)", text[opening:closing])),
         attributes=text[closing:],
@@ -195,8 +195,3 @@ def find(pattern: str, text: str) -> str:
     """Returns the group of a pattern's first match; empty without a match."""
     match = re.search(pattern, text)
     return match[1] if match else ""
-
-
-def read_integers(text: str) -> tuple[int, ...]:
-    """Returns the whole numbers in a text."""
-    return tuple(map(int, re.findall(r"\d+", text)))

@@ -73,5 +73,4 @@ def leave_service() -> None:
 
     JAX's devices remain, and so do connections that Gloo has opened. It opens no further ones.
     """
-    client = coordination_client()
-    client.shutdown()
+    coordination_client().shutdown()

@@ -13,9 +13,9 @@ from fddp.buckets import ShardLayout
 from fddp.comm.communicator import axis_communicator
 from fddp.jax_internals import CALLS
 from fddp.jaxpr.equations import straighten
-from fddp.jaxpr.parts.part_kinds import Follows, Same, Total, Whole
-from fddp.jaxpr.parts.part_passes import LeafWork, passes, result_kinds, whole_leaves
-from fddp.jaxpr.parts.part_program import Ranks, on_parts
+from fddp.jaxpr.part_kinds import Follows, Same, Total, Whole
+from fddp.jaxpr.part_passes import LeafWork, passes, result_kinds, whole_leaves
+from fddp.jaxpr.part_program import Ranks, on_parts
 from fddp.sharding.owners import at_owners
 
 A = Follows(0)

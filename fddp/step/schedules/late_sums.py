@@ -11,7 +11,6 @@ from functools import cache, partial
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from fddp.buckets import insert_shards
@@ -24,7 +23,7 @@ from fddp.comm import (
     of_one_replica,
     trace,
 )
-from fddp.program import SplitProgram, Timeline, split_late
+from fddp.program import SplitProgram, split_late
 from fddp.step.schedules.compile_reports import report_first_call
 from fddp.step.schedules.one_program import fed, overlap, traced
 from fddp.step.schedules.pieces import Pieces, Runner, StepInputs, StepOutputs
@@ -110,11 +109,7 @@ class StateInFlight:
         return "StateInFlight(step.finish(state) returns the state)"
 
     def tree_flatten(self) -> tuple[Any, Late]:
-        """Splits it for JAX.
-
-        Returns:
-          Its arrays, and what is known when it is traced.
-        """
+        """Splits it for JAX."""
         return self.arrays, self.late
 
     @classmethod
@@ -140,13 +135,12 @@ def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
 
     @cache
     def late_of(treedef: Any, forms: tuple[Any, ...]) -> Late | None:
-        inputs = StepInputs(*treedef.unflatten(forms))
-        return _split(group, step, inputs)
+        return _split(group, step, StepInputs(*treedef.unflatten(forms)))
 
     @cache
     def starting(late: Late) -> Callable[..., Any]:
-        out_specs = REPLICATED, late.specs
-        return _program(group, lambda *inputs: late.first(inputs), _in_specs(group), out_specs)
+        specs = (REPLICATED, *[group.placement.per_replica] * 4), (REPLICATED, late.specs)
+        return _program(group, lambda *inputs: late.first(inputs), *specs)
 
     @cache
     def going_on(last: Late, treedef: Any, row_forms: tuple[Any, ...]) -> tuple[Any, Late]:
@@ -190,13 +184,12 @@ def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
         outputs = launched(inputs, lambda program: program.__wrapped__)
         return plain.inside(inputs) if outputs is None else outputs  # type: ignore
 
-    def goes_on(state: Any) -> bool:
-        return state.late.owner is step and not state.finished
-
-    def timeline() -> Timeline:
-        return last_program.timeline()
-
-    return plain._replace(run=run, inside=inside, goes_on=goes_on, timeline=timeline)
+    return plain._replace(
+        run=run,
+        inside=inside,
+        goes_on=lambda state: state.late.owner is step and not state.finished,
+        timeline=lambda: last_program.timeline(),
+    )
 
 
 def _split(group: Group, step: Callable[..., Any], inputs: StepInputs) -> Late | None:
@@ -217,10 +210,6 @@ def _split(group: Group, step: Callable[..., Any], inputs: StepInputs) -> Late |
         return None
     treedef = jax.tree.structure((new_state, *others))
     return Late(group, split, inputs, treedef, jax.tree.structure(info), step)
-
-
-def _in_specs(group: Group) -> tuple[PartitionSpec, ...]:
-    return (REPLICATED, *[group.placement.per_replica] * 4)
 
 
 @cache

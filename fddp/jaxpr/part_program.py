@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool
 from fddp.jax_internals import CALLS, ClosedJaxpr, Var, branches, of_a_vector, run_again
 from fddp.jaxpr.equations import ELEMENTWISE, form_of, straighten, variables
 from fddp.jaxpr.interpreter import Values
-from fddp.jaxpr.parts.part_kinds import Follows, Kind, Total, Whole, kinds_of, source_leaves
-from fddp.jaxpr.parts.part_passes import LeafWork, OnParts, by_op, passes
+from fddp.jaxpr.part_kinds import Follows, Kind, Total, Whole, kinds_of, source_leaves
+from fddp.jaxpr.part_passes import LeafWork, OnParts, by_op, passes
 
 # (work on a whole leaf, its whole inputs) → its whole outputs
 RunWhole: TypeAlias = Callable[[LeafWork, Sequence[Array]], Sequence[Array]]

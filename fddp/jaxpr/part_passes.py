@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fddp.jax_internals import CALLS, ClosedJaxpr, JaxprEqn, Literal, Var, acts, branches
 from fddp.jaxpr.equations import form_of, outputs_of, read_by, straighten, variables
-from fddp.jaxpr.parts.part_kinds import (
+from fddp.jaxpr.part_kinds import (
     Follows,
     Kind,
     Same,

@@ -24,8 +24,8 @@ from fddp.jax_internals import (
     scan_body,
 )
 from fddp.jaxpr.equations import collectives, form_of, makers, straighten, variables
+from fddp.jaxpr.fusible_loops import Origin, layer_dims, layers_read, origin_of, run_on_layers
 from fddp.jaxpr.interpreter import Read, Values
-from fddp.jaxpr.loops.fusible_loops import Origin, layer_dims, layers_read, origin_of, run_on_layers
 
 Fusions: TypeAlias = Mapping[int, Origin]
 """Position of a fused loop → the origin of its layers, in a host loop."""
