@@ -22,7 +22,7 @@ import fddp
 from bench.problems import problem
 from bench.record import save, saved
 from bench.two_hosts import ask
-from fddp.program import Span, Timeline
+from fddp.step.schedules import Span, Timeline
 
 PICTURE = ROOT / "docs" / "traffic.svg"
 PAGES = (ROOT / "docs" / "index.md", ROOT / "docs" / "how-it-works.md")

@@ -24,8 +24,8 @@ from fddp.buckets import whole_forms
 from fddp.comm import verify
 from fddp.jax_internals import read_profile, without_context_mesh
 from fddp.jaxpr import refuse_deleted
-from fddp.program import Span, Timeline
 from fddp.step import TrainState, check_state, check_step
+from fddp.step.schedules import Span, Timeline
 from fddp.training import TrainStep
 from fddp.wording import check_has, preformatted, table
 

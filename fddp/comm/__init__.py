@@ -45,6 +45,7 @@ from fddp.comm.placement import laid_out as laid_out
 from fddp.comm.placement import of_one_replica as of_one_replica
 from fddp.comm.placement import specs as specs
 from fddp.comm.placement import trace as trace
+from fddp.comm.program_lane import MessageTimes
 from fddp.comm.progress_reports import reports
 from fddp.comm.rank_connections import host_key, host_keys, own_addresses
 from fddp.comm.round_robin import round_robin

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count
 from time import monotonic
@@ -28,11 +28,8 @@ from fddp.program import (
     TOKEN,
     Carrier,
     Kind,
-    MessageTimes,
-    Timeline,
     exchange,
     overlapped,
-    timeline_of,
 )
 
 
@@ -121,6 +118,28 @@ class ProgramLane:
         return token
 
 
+@dataclass(frozen=True)
+class MessageTimes:
+    """A message of a program, by the stamps of its lane; times in seconds of `time.monotonic`."""
+
+    name: str
+    """Its name in the plan, such as "bucket 0"."""
+    nbytes: int
+    """Bytes of its result."""
+    started: float
+    """The program hands it over."""
+    sent: float
+    """It begins to travel."""
+    received: float
+    """It has arrived."""
+    awaited: float
+    """The program begins to wait for it."""
+    resumed: float
+    """The program has waited for it."""
+    done: float
+    """Its results are copied."""
+
+
 class InOrder:
     """A program whose messages follow those of the earlier programs of its lane.
 
@@ -141,8 +160,8 @@ class InOrder:
     def lower(self, *args: Any) -> jax.stages.Lowered:
         return self._program.lower(*self._lane.last, *args)
 
-    def timeline(self) -> Timeline:
-        """The timeline of the last call, which waits for the call's messages."""
+    def times(self) -> tuple[list[MessageTimes], float]:
+        """The messages of the last call, for which it waits, and the time at which it began."""
         jax.block_until_ready(self._lane.last)
         ended = [x for lane in self._lane.numbers for x in stamps(lane)]
         last = max((x.call for x in ended if x.program == self._number), default=0)
@@ -153,7 +172,7 @@ class InOrder:
             for x in ended
             if x.call == last
         ]
-        return timeline_of(messages, begin)
+        return messages, begin
 
     def __wrapped__(self, *args: Any) -> Any:
         """Runs inside another program, whose data order it."""

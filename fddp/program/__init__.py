@@ -8,4 +8,3 @@ from fddp.program.exchange import NUMBER, TOKEN, Carrier, Kind, exchange
 from fddp.program.late import SplitProgram, split_late
 from fddp.program.loop_messages import received_behind_loops
 from fddp.program.overlap import overlapped
-from fddp.program.timeline import MessageTimes, Span, Timeline, timeline_of

@@ -7,7 +7,6 @@ from jaxtyping import PyTree
 
 from fddp.buckets import BucketPlan
 from fddp.comm import Group
-from fddp.program import Timeline
 from fddp.step import (
     FinishStep,
     Options,
@@ -19,6 +18,7 @@ from fddp.step import (
     lower,
     ready,
 )
+from fddp.step.schedules import Timeline
 from fddp.training.digests import comparing
 from fddp.training.skips import Skips
 

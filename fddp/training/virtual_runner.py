@@ -23,8 +23,7 @@ from jaxtyping import PyTree
 from fddp.comm import MOST, REPLICATED, Group, tree_bytes, tree_reduce, tree_sum
 from fddp.hooks import Reduction
 from fddp.losses import add_trees
-from fddp.program import Span, Timeline
-from fddp.step.schedules import Runner, StepInputs, StepOutputs, report_first_call
+from fddp.step.schedules import Runner, Span, StepInputs, StepOutputs, Timeline, report_first_call
 
 # The reduction of a message, for its names, and the form of a block's message.
 Message: TypeAlias = tuple[Reduction, jax.ShapeDtypeStruct]

@@ -11,7 +11,7 @@ import pytest
 import fddp
 from fddp.analysis.measure import COLLECTIVE, MeasuredStep, Measurement, read_steps
 from fddp.jax_internals import KINDS, parse
-from fddp.program import Span, Timeline
+from fddp.step.schedules import Span, Timeline
 
 
 def compute(start: float, end: float) -> Span:

@@ -27,6 +27,7 @@ from fddp.program import SplitProgram, split_late
 from fddp.step.schedules.compile_reports import report_first_call
 from fddp.step.schedules.one_program import fed, overlap, traced
 from fddp.step.schedules.pieces import Pieces, Runner, StepInputs, StepOutputs
+from fddp.step.schedules.timeline import timeline_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,8 +228,9 @@ def _program(
     donate: Sequence[int] = (),
 ) -> Any:
     program = group.placement.program(f, in_specs, out_specs, donate=donate)
-    launch = report_first_call(program, "the step", group)
-    launch.__wrapped__, launch.timeline = program.__wrapped__, program.timeline  # type: ignore
+    launch: Any = report_first_call(program, "the step", group)
+    launch.__wrapped__ = program.__wrapped__
+    launch.timeline = lambda: timeline_of(*program.times())
     return launch
 
 

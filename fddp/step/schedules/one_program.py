@@ -25,6 +25,7 @@ from fddp.jaxpr import fused_loops
 from fddp.program import received_behind_loops
 from fddp.step.schedules.compile_reports import report_first_call
 from fddp.step.schedules.pieces import Pieces, Runner, Send, StepInputs, StepOutputs
+from fddp.step.schedules.timeline import timeline_of
 
 
 def overlap(group: Group, pieces: Pieces, donate: bool) -> Runner:
@@ -57,7 +58,8 @@ def overlap(group: Group, pieces: Pieces, donate: bool) -> Runner:
 
     ordered = placement.on_mesh or group.transport.in_lanes
     names = tuple(reduction.name for reduction in pieces.reductions)
-    timeline = getattr(program, "timeline", None)  # between CPU processes
+    times = getattr(program, "times", None)  # between CPU processes
+    timeline = times and (lambda: timeline_of(*times()))
     return Runner(run, lower, messages=names, inside=inside if ordered else None, timeline=timeline)
 
 

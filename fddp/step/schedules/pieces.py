@@ -14,7 +14,7 @@ from jaxtyping import Array, UInt32
 from fddp.buckets import Messages
 from fddp.comm import Group
 from fddp.hooks import Memory, Reduction
-from fddp.program import Timeline
+from fddp.step.schedules.timeline import Timeline
 
 # This replica's next messages → their sums, and the bytes that it sent for each
 Send: TypeAlias = Callable[[Messages], tuple[Messages, UInt32[Array, " messages"]]]

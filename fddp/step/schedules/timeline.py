@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 
+from fddp.comm import MessageTimes
 from fddp.wording import preformatted, table
 
 WIDTH = 32  # characters of a message's line
@@ -28,28 +29,6 @@ class Span:
     @property
     def seconds(self) -> float:
         return self.end - self.start
-
-
-@dataclass(frozen=True)
-class MessageTimes:
-    """A message of a program, by the stamps of its lane; times in seconds of `time.monotonic`."""
-
-    name: str
-    """Its name in the plan, such as "bucket 0"."""
-    nbytes: int
-    """Bytes of its result."""
-    started: float
-    """The program hands it over."""
-    sent: float
-    """It begins to travel."""
-    received: float
-    """It has arrived."""
-    awaited: float
-    """The program begins to wait for it."""
-    resumed: float
-    """The program has waited for it."""
-    done: float
-    """Its results are copied."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Spans and the stamps of messages have the values that a hand computes."""
 
-from fddp.program import MessageTimes, Span, Timeline, timeline_of
+from fddp.comm import MessageTimes
+from fddp.step.schedules.timeline import Span, Timeline, timeline_of
 
 
 def compute(*times):
