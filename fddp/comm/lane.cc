@@ -19,7 +19,6 @@
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
-#include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -58,8 +57,7 @@ struct Lane {
   std::unordered_set<int32_t> started;  // messages that no program has received
   std::unordered_map<int32_t, Message> results;
   int64_t call = 0, program = -1;      // the program call that runs, and its program
-  std::vector<Stamps> ended;           // the last messages, in a ring
-  size_t ends = 0;
+  std::deque<Stamps> ended;            // the last messages
   std::string error;                   // why the lane has ended
   bool ending = false;                 // no program follows those under way
   bool closed = false;
@@ -157,8 +155,8 @@ ffi::Error Receive(int64_t id, int32_t number, int64_t row, int64_t count,
   stamps.call = lane->call;
   stamps.program = lane->program;
   stamps.done = now();
-  if (lane->ended.size() < REMEMBERED) lane->ended.emplace_back();
-  lane->ended[lane->ends++ % REMEMBERED] = stamps;
+  lane->ended.push_back(stamps);
+  if (lane->ended.size() > REMEMBERED) lane->ended.pop_front();
   return ffi::Error::Success();
 }
 
@@ -258,8 +256,7 @@ int64_t fddp_lane_stamps(int64_t id, Stamps* stamps, int64_t room) {
   Lane* lane = lane_of(id);
   std::lock_guard<std::mutex> lock(lane->mutex);
   int64_t count = std::min<int64_t>(room, lane->ended.size());
-  for (int64_t i = 0; i < count; ++i)
-    stamps[i] = lane->ended[(lane->ends - count + i) % REMEMBERED];
+  std::copy(lane->ended.end() - count, lane->ended.end(), stamps);
   return count;
 }
 

@@ -9,6 +9,7 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from fddp.program import Kind
 
 BLOCK_BYTES = 1 << 19  # of all ranks: what is added lies in a cache
 SMALL_BYTES = 1 << 16  # a small array is sent whole, in one round in place of two
+
+Arrays: TypeAlias = Sequence[np.ndarray] | np.ndarray
 
 
 class SocketSend:
@@ -51,16 +54,11 @@ class SocketSend:
     def __call__(self, kind: Kind, array: np.ndarray) -> None:
         """Exchanges an array in place; ConnectionError if a rank has closed its connection."""
         if kind == "exchange":
-            rows = list(array)
-
-            def put(block: slice, received: Sequence[np.ndarray]) -> None:
-                for k in self._peers:
-                    rows[k][block] = received[k]
-
-            self._in_blocks(self._ranks, rows, put)
+            self._swap(self._ranks, array.copy(), array)
+            self._wait(0)
         elif kind == "gather":
             array[self._rank] = array[0]
-            self._gather(self._ranks, list(array))
+            self._gather(self._ranks, array)
         elif self._levels:
             host, position = self._levels
             parts = self._scatter(host, array)
@@ -82,52 +80,43 @@ class SocketSend:
         self._added(ranks, parts)
         return parts
 
-    def _added(self, ranks: Sequence[int], sent: Sequence[np.ndarray]) -> None:
+    def _gather(self, ranks: Sequence[int], parts: Arrays) -> None:
+        """Sends this rank's part to the others, and receives theirs."""
+        self._swap(ranks, [parts[ranks.index(self._rank)]] * len(ranks), parts)
+        self._wait(0)
+
+    def _added(self, ranks: Sequence[int], sent: Arrays) -> None:
         """Sends an array to each of some ranks, and adds those from them to this rank's own."""
         me = ranks.index(self._rank)
+        count = max(BLOCK_BYTES // len(ranks) // sent[me].itemsize, 1)
 
-        def add(block: slice, received: Sequence[np.ndarray]) -> None:
-            own = sent[me][block]
+        def add(own: np.ndarray, received: Arrays) -> None:
             total, *more = *received[:me], own, *received[me + 1 :]
             with np.errstate(all="ignore"):  # a sum may be infinite
                 for summand in more[:-1]:
                     total = np.add(total, summand, out=received[0])
                 np.add(total, more[-1], out=own)
 
-        self._in_blocks(ranks, sent, add)
-
-    def _gather(self, ranks: Sequence[int], parts: Sequence[np.ndarray]) -> None:
-        """Sends this rank's part to the others, and receives theirs."""
-        for k, rank in enumerate(ranks):
-            if rank != self._rank:
-                self._peers[rank].swap(parts[ranks.index(self._rank)], parts[k])
-        self._wait(0)
-
-    def _in_blocks(
-        self,
-        ranks: Sequence[int],
-        sent: Sequence[np.ndarray],
-        use: Callable[[slice, Sequence[np.ndarray]], None],
-    ) -> None:
-        """Sends an array to each of some ranks; `use` takes each block that arrives."""
-        own = sent[ranks.index(self._rank)]
-        count = max(BLOCK_BYTES // len(ranks) // own.itemsize, 1)
-        arriving: tuple[slice, list[np.ndarray]] | None = None
+        arriving: tuple[np.ndarray, Arrays] | None = None
         for number, begin in enumerate(range(0, max(map(len, sent)), count)):
-            block = slice(begin, begin + count)
+            blocks = [x[begin : begin + count] for x in sent]
+            own = blocks[me]
             room = self._rooms[number % 2].view(own.dtype)
-            length = len(own[block])
-            received = [room[k * length : (k + 1) * length] for k in range(len(ranks))]
-            for k, rank in enumerate(ranks):
-                if rank != self._rank:
-                    self._peers[rank].swap(sent[k][block], received[k])
+            received = room[: len(ranks) * len(own)].reshape(len(ranks), len(own))
+            self._swap(ranks, blocks, received)
             if arriving:
                 self._wait(1)
-                use(*arriving)
-            arriving = block, received
+                add(*arriving)
+            arriving = own, received
         self._wait(0)
         if arriving:
-            use(*arriving)
+            add(*arriving)
+
+    def _swap(self, ranks: Sequence[int], sent: Arrays, received: Arrays) -> None:
+        """Begins to send an array to each of some ranks, and to receive one from each."""
+        for k, rank in enumerate(ranks):
+            if rank != self._rank:
+                self._peers[rank].swap(sent[k], received[k])
 
     def _wait(self, left: int) -> None:
         """Moves bytes until each peer has at most so many arrays to send, and to receive."""

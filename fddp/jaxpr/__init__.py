@@ -5,7 +5,7 @@ loops over layers, and runs updates on parts of leaves.
 This room imports no other.
 """
 
-from fddp.jaxpr.dataflow import inputs_of_outputs
+from fddp.jaxpr.dataflow import flow, inputs_of_outputs
 from fddp.jaxpr.equations import cheap as cheap
 from fddp.jaxpr.equations import collectives as collectives
 from fddp.jaxpr.equations import form_of as form_of

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 
 from fddp.jax_internals import JaxprEqn, loop_parts, named_as, scan_body
-from fddp.jaxpr import Read, interpret, maker_positions, straighten, variables
+from fddp.jaxpr import Read, flow, interpret, straighten
+from fddp.program.exchange import exchange_p
 from fddp.program.late import split_late
-from fddp.program.program_messages import messages_of, receives, waits_of
+from fddp.program.program_messages import receives
 
 
 def received_behind_loops(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,13 +38,12 @@ def _run(eqn: JaxprEqn, read: Read) -> Sequence[Any] | None:
     body, how = scan_body(eqn)
     body = straighten(body)
     jaxpr = body.jaxpr
-    maker = maker_positions(jaxpr)
-    waits = waits_of(jaxpr.eqns, maker, messages_of(jaxpr, maker)[0])
-    late = {
-        k
-        for k, atom in enumerate(jaxpr.outvars)
-        if any(waits[maker[var]] for var in variables([atom]) if var in maker)
-    }
+
+    def waits(eqn: JaxprEqn, inputs: list[bool]) -> list[bool]:
+        return [eqn.primitive is exchange_p or any(inputs)] * len(eqn.outvars)
+
+    waiting = flow(jaxpr, [False] * len(jaxpr.invars), waits, lambda atom: False)
+    late = {k for k, atom in enumerate(jaxpr.outvars) if waiting(atom)}
     if not late or min(late) < len(carry):
         return None
     split = split_late(body, [k for k in range(len(jaxpr.outvars)) if k not in late], len(consts))

@@ -74,7 +74,7 @@ def disturbed(draw: Random) -> Iterator[None]:
 
     def init(lane: Any, size: int, token: Any, sends: Sequence[Any], journal: Any) -> None:
         make(lane, size, token, [partial(sending, send) for send in sends], journal)
-        lane._carrier = replace(lane._carrier, done=partial(done, lane._carrier.done))
+        lane.carrier = replace(lane.carrier, done=partial(done, lane.carrier.done))
 
     def hold() -> None:
         while not ended.wait(draw.random() / 50):
