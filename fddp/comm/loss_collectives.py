@@ -7,9 +7,9 @@ itself, in the body of a loop, in a branch. On a rank without a mesh, a collecti
 subset: a subset has no communicator.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,10 +28,7 @@ from fddp.jax_internals import (
 )
 from fddp.jaxpr import Read, interpret, run_inner
 
-# (equation, its arguments) → its results
-Carry: TypeAlias = Callable[[JaxprEqn, Sequence[Any]], Sequence[Any]]
-# Name of a primitive → its implementation as a collective over the replicas' axis.
-Words: TypeAlias = Mapping[str, Carry]
+Rows = Shaped[Array, "replicas ..."]
 
 
 def has_collectives(jaxpr: Jaxpr, axis_name: str) -> bool:
@@ -39,14 +36,16 @@ def has_collectives(jaxpr: Jaxpr, axis_name: str) -> bool:
     return any(_over(eqn, axis_name) for eqn in jaxpr.eqns)
 
 
-def run_translated(closed: ClosedJaxpr, axis_name: str, words: Words, *args: Any) -> list[Any]:
-    """Runs a program with the implementations `words` of its collectives over an axis.
+def run_translated(
+    closed: ClosedJaxpr, axis_name: str, subsets: "Subsets", *args: Any
+) -> list[Any]:
+    """Runs a program on a rank, with its collectives over an axis as operations of the transport.
 
     The program contains its derivatives, so no caller differentiates the run.
     """
 
     def run(closed: ClosedJaxpr, state: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
-        return state, run_translated(closed, axis_name, words, *inputs)
+        return state, run_translated(closed, axis_name, subsets, *inputs)
 
     def translate(eqn: JaxprEqn, read: Read) -> Sequence[Any] | None:
         if not _over(eqn, axis_name):
@@ -55,12 +54,12 @@ def run_translated(closed: ClosedJaxpr, axis_name: str, words: Words, *args: Any
         if inner_programs(eqn):
             return run_inner(eqn, inputs, run)[1]
         name = eqn.primitive.name
-        if name not in words:
+        if name not in WORDS:
             raise ValueError(
                 f"the loss has the collective {name} over {axis_name!r}, which this backend does "
                 "not support: use backend 'gloo' or 'nccl'."
             )
-        return words[name](eqn, inputs)
+        return [WORDS[name](subsets, eqn, *map(jnp.asarray, inputs))]
 
     return interpret(closed, args, translate)
 
@@ -72,36 +71,10 @@ def _over(eqn: JaxprEqn, axis_name: str) -> bool:
     return any(has_collectives(body, axis_name) for body in inner)
 
 
-### On a rank of MPI or of a lane
-
-Rows = Shaped[Array, "replicas ..."]
-
-
-def rank_words(rank: int, size: int, communicator: Communicator) -> Words:
-    """Maps each collective primitive's name to its implementation on a rank's communicator."""
-    subsets = _Subsets(rank, size, communicator)
-    words: dict[str, Callable[[JaxprEqn, Array], Array]] = {
-        "psum": partial(_psum, subsets),
-        "pmax": partial(_extreme, subsets, jnp.max),
-        "pmin": partial(_extreme, subsets, jnp.min),
-        "all_gather": partial(_all_gather, subsets),
-        "reduce_scatter": partial(_psum_scatter, subsets),
-        "all_to_all": partial(_all_to_all, subsets),
-        "ppermute": partial(_permuted, subsets),
-    }
-    index: Carry = lambda eqn, inputs: [communicator.replica_index()]  # noqa: E731
-
-    def of_one_array(word: Callable[[JaxprEqn, Array], Array]) -> Carry:
-        return lambda eqn, inputs: [word(eqn, jnp.asarray(inputs[0]))]
-
-    return {name: of_one_array(word) for name, word in words.items()} | {"axis_index": index}
-
-
-class _Subsets(NamedTuple):
-    """A rank's exchanges with the subset of replicas that an equation names."""
+class Subsets(NamedTuple):
+    """A rank, and its exchanges with the subset of replicas that an equation names."""
 
     rank: int
-    size: int
     communicator: Communicator
 
     def members(self, eqn: JaxprEqn) -> tuple[int, ...]:
@@ -109,7 +82,7 @@ class _Subsets(NamedTuple):
         for subset in sets_of(eqn) or ():
             if self.rank in subset:
                 return subset
-        return tuple(range(self.size))
+        return tuple(range(self.communicator.size))
 
     def gathered(self, eqn: JaxprEqn, x: Array) -> Rows:
         """Gathers the arrays of this replica's subset."""
@@ -125,19 +98,19 @@ class _Subsets(NamedTuple):
         return self.gathered(eqn, rows)[:, self.members(eqn).index(self.rank)]
 
 
-def _psum(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
+def _psum(subsets: Subsets, eqn: JaxprEqn, x: Array) -> Array:
     x = jnp.sum(x, _dims(eqn), x.dtype)
     if sets_of(eqn) is None:
         return subsets.communicator.all_reduce(x)
     return _added(subsets.gathered(eqn, x))
 
 
-def _extreme(subsets: _Subsets, reduction: Callable[..., Array], eqn: JaxprEqn, x: Array) -> Array:
+def _extreme(reduction: Callable[..., Array], subsets: Subsets, eqn: JaxprEqn, x: Array) -> Array:
     # MPI's own maximum ignores NaN.
     return reduction(subsets.gathered(eqn, reduction(x, _dims(eqn))), 0)
 
 
-def _all_gather(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
+def _all_gather(subsets: Subsets, eqn: JaxprEqn, x: Array) -> Array:
     dim, tiled = dims_of(eqn)
     rows = subsets.gathered(eqn, x)
     if tiled:
@@ -145,7 +118,7 @@ def _all_gather(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
     return jnp.moveaxis(rows, 0, dim)
 
 
-def _psum_scatter(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
+def _psum_scatter(subsets: Subsets, eqn: JaxprEqn, x: Array) -> Array:
     dim, tiled = dims_of(eqn)
     rows = jnp.stack(jnp.split(x, len(subsets.members(eqn)), dim))
     total = _added(subsets.exchanged(eqn, rows))
@@ -154,16 +127,16 @@ def _psum_scatter(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
     return jnp.squeeze(total, dim)
 
 
-def _all_to_all(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
+def _all_to_all(subsets: Subsets, eqn: JaxprEqn, x: Array) -> Array:
     split_dim, concat_dim = dims_of(eqn)
     rows = jnp.stack(jnp.split(x, len(subsets.members(eqn)), split_dim))
     return jnp.concatenate(list(subsets.exchanged(eqn, rows)), concat_dim)
 
 
-def _permuted(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
+def _permuted(subsets: Subsets, eqn: JaxprEqn, x: Array) -> Array:
     """Returns the array of this replica's source; zeros without a source."""
     # All ranks run the same equations: where dependencies differ, messages leave in another order.
-    sources = np.full(subsets.size, -1)
+    sources = np.full(subsets.communicator.size, -1)
     for source, target in ways_of(eqn):
         sources[target] = source
     source = jnp.asarray(sources)[subsets.communicator.replica_index()]
@@ -179,3 +152,16 @@ def _added(rows: Rows) -> Array:
 def _dims(eqn: JaxprEqn) -> tuple[int, ...]:
     """Returns the dims reduced together with the replicas' axis: those of a `vmap` of that name."""
     return tuple(axis for axis in axes_of(eqn) if isinstance(axis, int))
+
+
+# Name of a primitive → its implementation on a rank.
+WORDS: dict[str, Callable[..., Array]] = {
+    "psum": _psum,
+    "pmax": partial(_extreme, jnp.max),
+    "pmin": partial(_extreme, jnp.min),
+    "all_gather": _all_gather,
+    "reduce_scatter": _psum_scatter,
+    "all_to_all": _all_to_all,
+    "ppermute": _permuted,
+    "axis_index": lambda subsets, eqn: subsets.communicator.replica_index(),
+}

@@ -16,7 +16,7 @@ from fddp.comm.communicator import mpi_communicator
 from fddp.comm.donation import Donation
 from fddp.comm.group import Group
 from fddp.comm.lane_thread import library
-from fddp.comm.loss_collectives import has_collectives, rank_words, run_translated
+from fddp.comm.loss_collectives import Subsets, has_collectives, run_translated
 from fddp.comm.mpi_transport import mpi_send
 from fddp.comm.placement import AXIS, NO_AXES, REPLICATED, Placement, placed, placed_alike, trace
 from fddp.comm.program_lane import lanes
@@ -90,7 +90,7 @@ def mpi_hosts(comm: Any) -> Hosts:
 def mpi_placement(comm: Any) -> Placement:
     """Makes the placement of one device per process, without a mesh."""
     plain = rank_placement(comm.size)
-    words = rank_words(comm.rank, comm.size, mpi_communicator(comm))
+    subsets = Subsets(comm.rank, mpi_communicator(comm))
 
     def program(
         f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()
@@ -100,7 +100,7 @@ def mpi_placement(comm: Any) -> Placement:
             closed, shapes = trace(plain, f, *args)
             if without_jit() and not has_collectives(closed.jaxpr, AXIS):
                 return f(*args)  # with concrete values, not tracers
-            outputs = run_translated(closed, AXIS, words, *jax.tree.leaves(args))
+            outputs = run_translated(closed, AXIS, subsets, *jax.tree.leaves(args))
             return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
         return plain.program(run, in_specs, out_specs, donate)

@@ -17,7 +17,7 @@ from jax.interpreters import batching, mlir
 from fddp.comm.communicator import Communicator, rank_communicator
 from fddp.comm.journal import Journal
 from fddp.comm.lane_thread import TIMES, Send, end_lane, stamps, start_lane
-from fddp.comm.loss_collectives import has_collectives, rank_words, run_translated
+from fddp.comm.loss_collectives import Subsets, has_collectives, run_translated
 from fddp.comm.placement import REPLICATED, Placement, trace
 from fddp.comm.rank_connections import connect_ranks
 from fddp.comm.socket_send import SocketSend
@@ -71,7 +71,7 @@ def lanes(
             rank_communicator(size, replica_index, *map(carried, ("sum", "exchange", "gather"))),
             in_lane=True,
         )
-        words = rank_words(rank, size, communicator)
+        subsets = Subsets(rank, communicator)
 
         def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> Any:
             number = next(numbers)
@@ -81,7 +81,7 @@ def lanes(
                 closed, shapes = trace(placement, f, *args)
                 leaves = jax.tree.leaves(args)
                 if has_collectives(closed.jaxpr, axis):
-                    translated = partial(run_translated, closed, axis, words)
+                    translated = partial(run_translated, closed, axis, subsets)
                     closed, _ = trace(placement, translated, *leaves)
                 elif without_jit():
                     return token, f(*args)  # with concrete values, not tracers
