@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fddp.comm.communicator import Communicator
-from fddp.comm.host_bytes import from_bytes, one_array
+from fddp.comm.host_bytes import one_array
 from fddp.comm.journal import Journal
 from fddp.comm.objects import all_gather_object, broadcast_object, broadcast_tree, rows
 from fddp.comm.placement import Placement
@@ -109,7 +109,7 @@ class Group:
         x = one_array(x)
         with self.journal.call("all_gather", self.processes):
             rows = self.hosts.all_gather(np.frombuffer(x.tobytes(), np.uint8))
-        return from_bytes(rows.tobytes(), x.dtype, (self.processes, *x.shape))
+        return np.frombuffer(rows.tobytes(), x.dtype).reshape(self.processes, *x.shape).copy()
 
     def all_reduce(self, x: ArrayLike, op: str = "sum") -> np.ndarray:
         """Reduces an array over processes, in order of rank, to the same bits on all.

@@ -62,9 +62,5 @@ def from_hosted(value: np.ndarray, like: Any) -> Any:
     return jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(like))
 
 
-def from_bytes(data: bytes | memoryview, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    return np.frombuffer(data, dtype).reshape(shape).copy()
-
-
 def _is_key(x: Any) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

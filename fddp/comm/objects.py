@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 from fddp.comm.agreement import described, verify
 from fddp.comm.handshake import SECRET, signature, signed
-from fddp.comm.host_bytes import CHUNK_BYTES, from_bytes, from_hosted, gather_bytes, hosted
+from fddp.comm.host_bytes import CHUNK_BYTES, from_hosted, gather_bytes, hosted
 from fddp.jax_internals import rows_here
 from fddp.wording import check_has
 
@@ -100,7 +100,7 @@ def broadcast_tree(group: "Group", tree: Any, root: int) -> Any:
     received = memoryview(np.concatenate([data[:0], *chunks]).tobytes())
     ends = np.cumsum([0] + [x.nbytes for x in arrays])
     values = [
-        from_hosted(from_bytes(received[begin:end], x.dtype, x.shape), original)
+        from_hosted(np.frombuffer(received[begin:end], x.dtype).reshape(x.shape).copy(), original)
         for original, x, begin, end in zip(leaves, arrays, ends[:-1], ends[1:])
     ]
     return jax.tree.unflatten(treedef, values)

@@ -107,7 +107,7 @@ class ProgramLane:
         """The last program's token: the next program waits for it."""
         self.numbers = [start_lane(size, send, journal, self.last) for send in sends]
         """Those of its lanes."""
-        self.carrier = Carrier(partial(_start, self.numbers), partial(_done, self.numbers))
+        self.carrier = _carrier(self.numbers)
         for lane in self.numbers:
             weakref.finalize(self, end_lane, lane).atexit = False
 
@@ -179,41 +179,38 @@ class InOrder:
         return self._program.__wrapped__(jnp.ones((), TOKEN.dtype), *args)[1]
 
 
-def _start(
-    lanes: Sequence[int],
-    token: jax.Array,
-    arrays: Sequence[jax.Array],
-    kind: Kind,
-    form: Any,
-    name: str,
-    turn: int,
-    late: bool,
-) -> tuple[jax.Array, jax.Array]:
-    token, number = start_p.bind(
-        token,
-        *arrays,
-        forms=(NUMBER,),
-        lane=np.int64(lanes[turn % len(lanes)]),
-        bytes=np.int64(form.size * form.dtype.itemsize),
-        kind=kind,
-        dtype=form.dtype.name,
-        late=late,
-        name=name,
-    )
-    return token, number
+def _carrier(lanes: Sequence[int]) -> Carrier:
+    def start(
+        token: jax.Array,
+        arrays: Sequence[jax.Array],
+        kind: Kind,
+        form: Any,
+        name: str,
+        turn: int,
+        late: bool,
+    ) -> tuple[jax.Array, jax.Array]:
+        token, number = start_p.bind(
+            token,
+            *arrays,
+            forms=(NUMBER,),
+            lane=np.int64(lanes[turn % len(lanes)]),
+            bytes=np.int64(form.size * form.dtype.itemsize),
+            kind=kind,
+            dtype=form.dtype.name,
+            late=late,
+            name=name,
+        )
+        return token, number
 
+    def done(
+        tokens: Sequence[jax.Array], number: jax.Array, forms: Sequence[Any], turn: int
+    ) -> tuple[jax.Array, Sequence[jax.Array]]:
+        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in forms)
+        lane = np.int64(lanes[turn % len(lanes)])
+        token, *results = done_p.bind(number, *tokens, forms=shapes, lane=lane)
+        return token, results
 
-def _done(
-    lanes: Sequence[int],
-    tokens: Sequence[jax.Array],
-    number: jax.Array,
-    forms: Sequence[Any],
-    turn: int,
-) -> tuple[jax.Array, Sequence[jax.Array]]:
-    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in forms)
-    lane = np.int64(lanes[turn % len(lanes)])
-    token, *results = done_p.bind(number, *tokens, forms=shapes, lane=lane)
-    return token, results
+    return Carrier(start, done)
 
 
 def _refuse_batches(*args: Any, **attributes: Any) -> Any:
