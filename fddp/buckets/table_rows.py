@@ -25,8 +25,8 @@ def plan_with_table_rows(
     leaves = plan_of_sent(tree, ()).leaves
     sparse: dict[int, Bucket] = {}
     for i, _, rounds in order:
-        bucket = _bucket_of_rows(i, leaves[i], touched.get(i, 0))
-        if bucket and rounds == 1 and _saved(bucket, leaves[i], replicas) >= WORTH_BYTES:
+        bucket = _bucket_of_rows(i, leaves[i], touched.get(i, 0), replicas)
+        if bucket and rounds == 1:
             sparse[i] = bucket
     plan = plan_of_sent(tree, [sent for sent in order if sent.leaf not in sparse], *caps)
     position = {sent.leaf: k for k, sent in enumerate(order)}
@@ -36,15 +36,12 @@ def plan_with_table_rows(
     return replace(plan, buckets=tuple(buckets))
 
 
-def _bucket_of_rows(i: int, leaf: Leaf, touched: int) -> Bucket | None:
-    """Returns a bucket of rows; None if no row is touched, or for floats of less than 16 bits."""
+def _bucket_of_rows(i: int, leaf: Leaf, touched: int, replicas: int) -> Bucket | None:
+    """Returns a bucket of rows; None if it saves few bytes, or for floats of less than 16 bits."""
     if not (touched and leaf.shape and leaf.size) or jnp.finfo(leaf.dtype).bits < 16:
         return None
-    return Bucket(
-        (i,), (leaf.name,), leaf.dtype, leaf.size, Rows(min(touched, leaf.shape[0]), leaf.shape[0])
-    )
-
-
-def _saved(rows: Bucket, leaf: Leaf, replicas: int) -> int:
-    """Bytes saved per replica: it sends its rows p − 1 times instead of 2 (p − 1)/p of the leaf."""
-    return (replicas - 1) * (2 * leaf.nbytes // replicas - rows.nbytes)
+    rows = Rows(min(touched, leaf.shape[0]), leaf.shape[0])
+    bucket = Bucket((i,), (leaf.name,), leaf.dtype, leaf.size, rows)
+    # A replica sends its rows p − 1 times instead of 2 (p − 1)/p of the leaf.
+    saved = (replicas - 1) * (2 * leaf.nbytes // replicas - bucket.nbytes)
+    return bucket if saved >= WORTH_BYTES else None

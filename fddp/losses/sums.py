@@ -94,8 +94,10 @@ def accumulate(
     micro_batches = split_rows(rows, count)
     before_last = jax.tree.map(lambda x: x[:-1], micro_batches)
     last = jax.tree.map(lambda x: x[-1], micro_batches)
-    if count > 1:
-        start = _from_zero(add, pending, last)
+    if count > 1:  # a loop carries arrays, zeros at the start
+        shapes = jax.eval_shape(add, pending, last).sums
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        start = pending._replace(sums=zeros)
         pending, _ = jax.lax.scan(lambda carry, x: (add(carry, x), None), start, before_last)
     return add(pending, last)
 
@@ -187,12 +189,3 @@ def _of_leaves(
         )
 
     return loss, list(trainable)
-
-
-def _from_zero(
-    add: Callable[[Pending, Any], Pending], pending: Pending, micro_batch: PyTree
-) -> Pending:
-    """Replaces `sums` of None by zeros, since a loop carries arrays."""
-    shapes = jax.eval_shape(add, pending, micro_batch)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.sums)
-    return pending._replace(sums=zeros)

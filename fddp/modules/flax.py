@@ -164,7 +164,8 @@ def from_nnx(module: nnx.Module, loss: LossOf) -> Nnx:
     check_callable("from_nnx", "loss", loss)
     if not isinstance(module, nnx.Module):
         raise TypeError(f"from_nnx: module must be a flax.nnx.Module, got {module!r:.60}.")
-    graphdef, params, streams, buffers = _split(module)
+    kinds = nnx.Param, nnx.RngState, ...
+    graphdef, params, streams, buffers = nnx.split(module, *kinds)
 
     def loss_fn(new_params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
         if rng is None and jax.tree.leaves(streams):
@@ -188,7 +189,8 @@ def from_nnx(module: nnx.Module, loss: LossOf) -> Nnx:
             raise ValueError(BUFFERS) from error
         if model_state is None:
             return value
-        new_buffers = nnx.to_pure_dict(_split(model)[3])
+        *_, state = nnx.split(model, *kinds)
+        new_buffers = nnx.to_pure_dict(state)
         if jax.tree.structure(new_buffers) != jax.tree.structure(model_state):
             raise ValueError(
                 "the loss changes the set of variables of the module: remove sown values in the "
@@ -207,11 +209,6 @@ def from_nnx(module: nnx.Module, loss: LossOf) -> Nnx:
 
     model_state = nnx.to_pure_dict(buffers) if buffers else None
     return Nnx(loss_fn, nnx.to_pure_dict(params), model_state, merged_module)
-
-
-def _split(module: nnx.Module) -> Any:
-    """Splits a module into graph, parameters, random streams and buffers."""
-    return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
 
 def _refuse_overwritten(collections: Any) -> None:
