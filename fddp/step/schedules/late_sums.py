@@ -227,7 +227,7 @@ def _program(
     out_specs: Any,
     donate: Sequence[int] = (),
 ) -> Any:
-    program = group.placement.program(f, in_specs, out_specs, donate=donate)
+    program: Any = group.placement.program(f, in_specs, out_specs, donate=donate)
     launch: Any = report_first_call(program, "the step", group)
     launch.__wrapped__ = program.__wrapped__
     launch.timeline = lambda: timeline_of(*program.times())
