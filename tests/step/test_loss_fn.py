@@ -426,7 +426,7 @@ def test_a_loss_is_traced_once_and_again_under_other_settings_of_jax(group):
     calls = list[Any]()
 
     def loss(params: Any, x: Any) -> jax.Array:
-        calls.append(jax.config.jax_default_matmul_precision)
+        calls.append(jax.config.values["jax_default_matmul_precision"])
         return jnp.mean((x @ params) ** 2)
 
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(2))
