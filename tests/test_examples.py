@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from boxes import TOLERANCE, Box, boxes, check_output
-from processes import UNOPTIMIZED, free_port
+from processes import STRICT, UNOPTIMIZED, free_port
 
 import fddp
 from models import data, gpt
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.steps
 ROOT = Path(__file__).parents[1]
 MODELS = ROOT / "models"
 # -S: an editable installation would put the checkout on the path.
-PYTHON = (sys.executable, "-S", "-W", "error")
+PYTHON = (sys.executable, "-S", *STRICT)
 WARNED = re.compile("warning|donated", re.IGNORECASE)
 PARAMETERS = 90_432  # of the tiny GPT
 # What a page's command starts. With -S mpi4py would not find the MPI of this environment.
 PROGRAMS = {
-    "python": (sys.executable, "-W", "error"),
+    "python": (sys.executable, *STRICT),
     "mpiexec": (str(Path(sys.executable).with_name("mpiexec")),),
 }
 SHOWN = [

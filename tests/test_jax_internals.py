@@ -16,7 +16,7 @@ import pytest
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from processes import free_port
+from processes import STRICT, free_port
 
 from fddp import jax_internals as internals
 
@@ -515,7 +515,7 @@ def test_a_profile_is_read_where_warnings_are_errors():
 
 def run_python(script: str) -> None:
     """Runs a script in a process of its own, for which warnings are errors."""
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
+    command = [sys.executable, *STRICT, "-c", textwrap.dedent(script)]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     completed = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=600, check=False

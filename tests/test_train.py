@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from processes import STRICT
 from rich.console import Console
 from rich.text import Text
 
@@ -34,7 +35,7 @@ MPIEXEC = Path(sys.executable).with_name("mpiexec")
 GPT = replace(train.CONFIGS["gpt"], preset="tiny", steps=12, batch=8)
 QUIET = Console(quiet=True)
 TINY = ("--preset", "tiny", "--steps", "4")
-PYTHON = (sys.executable, "-W", "error")
+PYTHON = (sys.executable, *STRICT)
 WARNED = re.compile("warning|donated", re.IGNORECASE)
 
 
