@@ -127,16 +127,19 @@ def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
     # that does not call fddp.preempted.
     jax.config.update("jax_enable_preemption_service", False)
     bind, service_files = start_coordinator(meeting.bind, launch.rank, launch.size)
-    with without_proxies():  # the ranks have just met without a proxy
-        jax.distributed.initialize(
-            meeting.coordinator,
-            launch.size,
-            launch.rank,
-            initialization_timeout=int(max(timeout_s, 1)),
-            heartbeat_timeout_seconds=HEARTBEAT_S,
-            coordinator_bind_address=bind,
-            **options,
-        )
+    try:
+        with without_proxies():  # the ranks have just met without a proxy
+            jax.distributed.initialize(
+                meeting.coordinator,
+                launch.size,
+                launch.rank,
+                initialization_timeout=int(max(timeout_s, 1)),
+                heartbeat_timeout_seconds=HEARTBEAT_S,
+                coordinator_bind_address=bind,
+                **options,
+            )
+    except RuntimeError as error:
+        raise RuntimeError(f"fddp.init could not join the other processes: {error}") from error
     return service_files
 
 

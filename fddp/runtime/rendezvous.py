@@ -159,17 +159,21 @@ def receive_ranks(
     guests: Guests, size: int, place: tuple[str, int], end: float, refusal: str, job: str
 ) -> tuple[str, ServiceAddresses]:
     """Accepts all ranks, then sends each the address of JAX's service or the problem."""
-    problem = _open(guests, size, place, end, job)
-    guest_address, meeting = _places(guests, place[1])
-    answer = f"{GO}{guest_address} {meeting.host}"
-    if refusal:
-        problem = f"rank 0: {refusal}"
-    if problem:
-        answer = f"{STOP}{problem}"
-    for link in guests:
-        with link, suppress(OSError):  # the guest has just left, and JAX's service will notice
-            send(link, answer)
-    return problem or answer, meeting
+    try:
+        problem = _open(guests, size, place, end, job)
+        guest_address, meeting = _places(guests, place[1])
+        answer = f"{GO}{guest_address} {meeting.host}"
+        if refusal:
+            problem = f"rank 0: {refusal}"
+        if problem:
+            answer = f"{STOP}{problem}"
+        for link in guests:
+            with suppress(OSError):  # the guest has just left, and JAX's service will notice
+                send(link, answer)
+        return problem or answer, meeting
+    finally:  # also after an error or an interrupt here: no guest waits on
+        for link in guests:
+            link.close()
 
 
 def _open(guests: Guests, size: int, place: tuple[str, int], end: float, job: str) -> str:
