@@ -37,7 +37,7 @@ _identities = count()
 
 
 class Stamps(ctypes.Structure):
-    """What a lane remembers of a message, as in `lane.cc`."""
+    """A lane's record of a message, as in `lane.cc`."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("call", "program", "nbytes")),

@@ -161,7 +161,7 @@ class InOrder:
         return self._program.lower(*self._lane.last, *args)
 
     def times(self) -> tuple[list[MessageTimes], float]:
-        """The messages of the last call, for which it waits, and the time at which it began."""
+        """Waits for the last call; returns its messages, and the time of its begin."""
         jax.block_until_ready(self._lane.last)
         ended = [x for lane in self._lane.numbers for x in stamps(lane)]
         last = max((x.call for x in ended if x.program == self._number), default=0)

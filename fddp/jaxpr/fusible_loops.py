@@ -46,8 +46,9 @@ def computed_by_layer(closed: ClosedJaxpr) -> dict[int, Stack]:
     """Finds the outputs that a loop could compute to the end; returns position → stack."""
     jaxpr = straighten(closed).jaxpr
     stacks: dict[int, Stack] = {}
-    loops = any(eqn.primitive.name == "scan" for eqn in jaxpr.eqns)
-    for position, atom in enumerate(jaxpr.outvars if loops else ()):
+    if not any(eqn.primitive.name == "scan" for eqn in jaxpr.eqns):
+        return stacks
+    for position, atom in enumerate(jaxpr.outvars):
         origin = origin_of(jaxpr, [atom], [], len(jaxpr.eqns))
         if origin:
             stacks[position] = Stack(origin.loop, scan_body(jaxpr.eqns[origin.loop])[1]["length"])

@@ -100,7 +100,7 @@ def traced(group: Group, pieces: Pieces, *inputs: Any) -> tuple[Any, Any, Memory
     """
     run = partial(_run, group.communicator, pieces)
     in_rounds = any(reduction.rounds > 1 for reduction in pieces.reductions)
-    if in_rounds or not group.transport.in_lanes:  # a lane traces its programs itself
+    if in_rounds or not group.communicator.in_lane:  # a lane traces its programs itself
         run = as_program(group.placement, run)
     if in_rounds:
         run = received_behind_loops(fused_loops(run))
