@@ -95,7 +95,8 @@ def rank_communicator(
     exchange = exact_bits(all_to_all)
     communicator = Communicator(
         size=size,
-        replica_index=replica_index,
+        # XLA would compile other code for each constant, which rounds an equal update differently.
+        replica_index=lambda: jax.lax.optimization_barrier(replica_index()),
         all_reduce=lambda x: all_reduce(mpi_word(x)).astype(x.dtype),
         all_to_all=exchange,
         all_gather=exact_bits(all_gather),

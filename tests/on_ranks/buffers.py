@@ -1,5 +1,6 @@
 """Buffers and random keys of several ranks."""
 
+import re
 from typing import Any
 
 import jax
@@ -30,6 +31,18 @@ def rank_0s_buffers_are_everybodys(group: fddp.Group):
     state, _ = step(state, rows(group.rank + 3))
     assert float(state.model_state["seen"]) == 3, "what rank 0 saw"
     assert int(state.model_state["calls"]) == 2**30 + 1, "exact, though it travels among floats"
+
+
+@claim()
+def all_ranks_have_one_program_though_rank_0_alone_sends_its_buffers(group: fddp.Group):
+    """Another program would round an equal update differently."""
+    step = fddp.train_step(keep_mean, optax.sgd(RATE, momentum=0.9), group=group)
+    state = step.init(jnp.zeros(()), model_state={"calls": jnp.int32(0), "seen": jnp.float32(0)})
+    text = step.lower(state, rows(group.rank)).compile().as_text() or ""
+    operations = [
+        x for x in re.findall(r" = (.*?)(?:, metadata=.*)?\n", text) if "constant(" not in x
+    ]
+    assert len(set(group.all_gather_object(re.sub(r"[\d.]+", "", "".join(operations))))) == 1
 
 
 @claim()
