@@ -116,8 +116,8 @@ def _scatter(
 
 
 def _all_reduce(
-    comm: Communicator, by: float, x: Shaped[Array, " n"], dtype: DTypeLike
-) -> Shaped[Array, " n"]:
+    comm: Communicator, by: float, x: Shaped[Array, "*dims"], dtype: DTypeLike
+) -> Shaped[Array, "*dims"]:
     """All-reduces floats as 16-bit words."""
     summand = (x / by).astype(dtype)
     if comm.native16:
@@ -125,11 +125,14 @@ def _all_reduce(
     rows = jax.lax.bitcast_convert_type(padded_rows(summand, comm.size), jnp.uint16)
     received = jax.lax.bitcast_convert_type(comm.all_to_all(rows), dtype)
     summand = add_rows(received.astype(jnp.float32)).astype(dtype)
-    total = comm.all_gather(jax.lax.bitcast_convert_type(summand, jnp.uint16))
-    return by * jax.lax.bitcast_convert_type(total, dtype).astype(x.dtype).reshape(-1)[: x.size]
+    words = comm.all_gather(jax.lax.bitcast_convert_type(summand, jnp.uint16)).reshape(-1)
+    total = jax.lax.bitcast_convert_type(words[: x.size], dtype).astype(x.dtype)
+    return by * total.reshape(x.shape)
 
 
-def padded_rows(x: Shaped[Array, " n"], count: int, multiple: int = 1) -> Shaped[Array, "count m"]:
+def padded_rows(
+    x: Shaped[Array, "*dims"], count: int, multiple: int = 1
+) -> Shaped[Array, "count m"]:
     """Cuts an array into `count` equal rows; zeros pad their length to a multiple of `multiple`."""
     length = multiple * math.ceil(x.size / (count * multiple))
-    return jnp.pad(x, (0, count * length - x.size)).reshape(count, length)
+    return jnp.pad(x.reshape(-1), (0, count * length - x.size)).reshape(count, length)

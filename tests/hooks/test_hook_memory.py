@@ -74,7 +74,7 @@ def trained(group: fddp.Group, steps: int = 4, **options: Any) -> tuple[Any, lis
     return fddp.whole(state.params), nbytes
 
 
-@pytest.mark.quick("overlap, state in shards-signs", "after, state in shards-largest")
+@pytest.mark.quick("overlap, state in shards-bf16 of signs", "after, state in shards-largest")
 @crossed(options=WAYS, name=list(BY_ELEMENT))
 def test_a_hook_of_elements_does_the_same_in_shards(
     group: Groups, name: str, options: dict[str, Any]
