@@ -141,7 +141,7 @@ def in_unit(pending: Pending, unit: Int[Array, ""]) -> Sums | None:
     if pending.sums is None:
         return None
     # In float64 under x64, where int32 / int32 would be float32.
-    factor = pending.unit.astype(float) / unit
+    factor = jnp.asarray(pending.unit, float) / unit
     sums = jax.tree.map(lambda x: x * factor.astype(x.dtype), pending.sums._replace(used=None))
     return sums._replace(used=pending.sums.used)
 
