@@ -290,6 +290,8 @@ class _Plain:
             replica_state = replica_state._replace(scale=scale, good=0 if grows else good)
         if not finite and (drawn.scale or drawn.options.get("skip_nonfinite")):
             return replica_state, True
+        if drawn.options.get("find_unused_parameters") and not used.intersection(drawn.trained):
+            return replica_state, False
         params, opt_state = self.update[self.inner](
             grads, replica_state.opt_state, replica_state.params
         )
