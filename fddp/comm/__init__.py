@@ -27,6 +27,7 @@ from fddp.comm.handshake import send as send
 from fddp.comm.handshake import signature as signature
 from fddp.comm.host_bytes import from_hosted, hosted
 from fddp.comm.journal import Finding, Journal
+from fddp.comm.lane_thread import Stamps as Stamps
 from fddp.comm.lane_thread import library
 from fddp.comm.mesh import mesh_group, replica_mesh, world_group
 from fddp.comm.mesh_programs import mesh_placement
@@ -45,7 +46,6 @@ from fddp.comm.placement import laid_out as laid_out
 from fddp.comm.placement import of_one_replica as of_one_replica
 from fddp.comm.placement import specs as specs
 from fddp.comm.placement import trace as trace
-from fddp.comm.program_lane import MessageTimes
 from fddp.comm.progress_reports import reports
 from fddp.comm.rank_connections import host_key, host_keys, own_addresses
 from fddp.comm.round_robin import round_robin

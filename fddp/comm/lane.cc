@@ -195,17 +195,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fddp_start, Start,
                                   .Attr<std::string_view>("dtype")
                                   .Attr<bool>("late")
                                   .Attr<std::string_view>("name"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fddp_done, Done,
-                              ffi::Ffi::Bind()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<int64_t>("lane"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fddp_program, Program,
-                              ffi::Ffi::Bind()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<int64_t>("lane")
-                                  .Attr<int64_t>("program"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    fddp_done, Done, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<int64_t>("lane"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    fddp_program, Program,
+    ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<int64_t>("lane").Attr<int64_t>("program"));
 
 extern "C" {
 

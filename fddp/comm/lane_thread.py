@@ -27,7 +27,6 @@ LIBRARY = Path(__file__).with_name("liblane.so")
 # has a row of bytes for each rank otherwise; a gather finds this rank's array in the first row.
 Send: TypeAlias = Callable[[Kind, np.ndarray], None]
 
-TIMES = "started", "sent", "received", "awaited", "resumed", "done"
 REMEMBERED = 8192  # as in `lane.cc`
 ENDS, CHOICE = 2, 3  # as in `lane.cc`
 THREAD = "fddp-lane"
@@ -41,7 +40,8 @@ class Stamps(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("call", "program", "nbytes")),
-        *((name, ctypes.c_double) for name in TIMES),
+        *((name, ctypes.c_double) for name in ("started", "sent", "received")),
+        *((name, ctypes.c_double) for name in ("awaited", "resumed", "done")),
         ("name", ctypes.c_char * 32),
     ]
 

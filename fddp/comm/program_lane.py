@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import count
 from time import monotonic
@@ -16,21 +16,14 @@ from jax.interpreters import batching, mlir
 
 from fddp.comm.communicator import Communicator, rank_communicator
 from fddp.comm.journal import Journal
-from fddp.comm.lane_thread import TIMES, Send, end_lane, stamps, start_lane
+from fddp.comm.lane_thread import Send, Stamps, end_lane, stamps, start_lane
 from fddp.comm.loss_collectives import Subsets, has_collectives, run_translated
 from fddp.comm.placement import REPLICATED, Placement, trace
 from fddp.comm.rank_connections import connect_ranks
 from fddp.comm.socket_send import SocketSend
 from fddp.comm.transport import Hosts, MakeLanes
 from fddp.jax_internals import gloo_host, named_like, without_jit
-from fddp.program import (
-    NUMBER,
-    TOKEN,
-    Carrier,
-    Kind,
-    exchange,
-    overlapped,
-)
+from fddp.program import NUMBER, TOKEN, Carrier, Kind, exchange, overlapped
 
 
 def mesh_lanes(
@@ -118,28 +111,6 @@ class ProgramLane:
         return token
 
 
-@dataclass(frozen=True)
-class MessageTimes:
-    """A message of a program, by the stamps of its lane; times in seconds of `time.monotonic`."""
-
-    name: str
-    """Its name in the plan, such as "bucket 0"."""
-    nbytes: int
-    """Bytes of its result."""
-    started: float
-    """The program hands it over."""
-    sent: float
-    """It begins to travel."""
-    received: float
-    """It has arrived."""
-    awaited: float
-    """The program begins to wait for it."""
-    resumed: float
-    """The program has waited for it."""
-    done: float
-    """Its results are copied."""
-
-
 class InOrder:
     """A program whose messages follow those of the earlier programs of its lane.
 
@@ -160,19 +131,14 @@ class InOrder:
     def lower(self, *args: Any) -> jax.stages.Lowered:
         return self._program.lower(*self._lane.last, *args)
 
-    def times(self) -> tuple[list[MessageTimes], float]:
+    def times(self) -> tuple[list[Stamps], float]:
         """Waits for the last call; returns its messages, and the time of its begin."""
         jax.block_until_ready(self._lane.last)
         ended = [x for lane in self._lane.numbers for x in stamps(lane)]
         last = max((x.call for x in ended if x.program == self._number), default=0)
         # The program before this one may have run when this one was called.
         begin = max([self._called, *(x.done for x in ended if x.call < last)])
-        messages = [
-            MessageTimes(x.name.decode(), x.nbytes, *(getattr(x, time) for time in TIMES))
-            for x in ended
-            if x.call == last
-        ]
-        return messages, begin
+        return [x for x in ended if x.call == last], begin
 
     def __wrapped__(self, *args: Any) -> Any:
         """Runs inside another program, whose data order it."""
@@ -189,7 +155,7 @@ def _carrier(lanes: Sequence[int]) -> Carrier:
         turn: int,
         late: bool,
     ) -> tuple[jax.Array, jax.Array]:
-        token, number = start_p.bind(
+        return start_p.bind(
             token,
             *arrays,
             forms=(NUMBER,),
@@ -200,7 +166,6 @@ def _carrier(lanes: Sequence[int]) -> Carrier:
             late=late,
             name=name,
         )
-        return token, number
 
     def done(
         tokens: Sequence[jax.Array], number: jax.Array, forms: Sequence[Any], turn: int

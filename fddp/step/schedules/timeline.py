@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 
-from fddp.comm import MessageTimes
+from fddp.comm import Stamps
 from fddp.wording import preformatted, table
 
 WIDTH = 32  # characters of a message's line
@@ -29,6 +29,28 @@ class Span:
     @property
     def seconds(self) -> float:
         return self.end - self.start
+
+
+@dataclass(frozen=True)
+class MessageTimes:
+    """A message of a program; times in seconds of `time.monotonic`."""
+
+    name: str
+    """Its name in the plan, such as "bucket 0"."""
+    nbytes: int
+    """Bytes of its result."""
+    started: float
+    """The program hands it over."""
+    sent: float
+    """It begins to travel."""
+    received: float
+    """It has arrived."""
+    awaited: float
+    """The program begins to wait for it."""
+    resumed: float
+    """The program has waited for it."""
+    done: float
+    """Its results are copied."""
 
 
 @dataclass(frozen=True)
@@ -133,14 +155,20 @@ class Timeline:
         return line
 
 
-def timeline_of(messages: Sequence[MessageTimes], begin: float) -> Timeline:
+def timeline_of(stamps: Sequence[Stamps], begin: float) -> Timeline:
     """Makes the timeline of a program that begins at this time, and computes unless it waits."""
+    messages = list(map(_times, stamps))
     sent = [
         Span("communication", x.name, max(begin, x.sent), x.received, x.nbytes)
         for x in messages
         if x.received > begin
     ]
     return Timeline((*_computed(messages, begin), *sent), tuple(messages))
+
+
+def _times(x: Stamps) -> MessageTimes:
+    travel = x.started, x.sent, x.received
+    return MessageTimes(x.name.decode(), x.nbytes, *travel, x.awaited, x.resumed, x.done)
 
 
 def _computed(messages: Sequence[MessageTimes], begin: float) -> Iterator[Span]:

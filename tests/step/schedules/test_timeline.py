@@ -1,6 +1,6 @@
 """Spans and the stamps of messages have the values that a hand computes."""
 
-from fddp.comm import MessageTimes
+from fddp.comm import Stamps
 from fddp.step.schedules.timeline import Span, Timeline, timeline_of
 
 
@@ -34,9 +34,9 @@ def test_the_printed_timeline_tells_the_end_and_what_is_exposed():
     )
 
 
-def message(name: str, *stamps: float) -> MessageTimes:
+def message(name: str, *times: float) -> Stamps:
     """Started, sent, received, awaited, resumed, done."""
-    return MessageTimes(name, 8, *stamps)
+    return Stamps(0, 0, 8, *times, name.encode())
 
 
 OVERLAPPED = (
