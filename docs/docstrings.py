@@ -31,6 +31,7 @@ INTERNAL = {
     "training.settled_step.SettledStep": (
         "local_form",
         "optimizer",
+        "settle",
         "settled",
         "skips",
         "steps",
