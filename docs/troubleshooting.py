@@ -490,7 +490,7 @@ OPTIONS = (
         "Use the name in the message.",
     ),
     Fault(
-        "the optimizer's update asks for …, which a step does not have",
+        "the optimizer's update needs …, which a step does not have",
         "The optimizer evaluates the loss itself, as a line search does.",
         "Use an optimizer without it, such as `optax.lbfgs(0.1, linesearch=None)`.",
     ),
@@ -500,7 +500,7 @@ OPTIONS = (
         "Give it as `step.init(params, rng=key)`.",
     ),
     Fault(
-        "these parameters are not those of the model that this step was made for",
+        "these parameters are not those of the model of this step",
         "The script uses one step for two models, shapes or dtypes.",
         "Create a step for each model.",
     ),
@@ -533,7 +533,7 @@ STATE = (
         "Begin with `step.init(fddp.whole(state.params))`.",
     ),
     Fault(
-        "the state is in shards, and this step was made without shard=",
+        "the state is in shards, and this step has no shard=",
         "The state is of a step with `shard=`.",
         "Give the new step the same `shard=`, or `fddp.whole(state)`.",
     ),

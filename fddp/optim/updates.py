@@ -102,7 +102,7 @@ def check_needs(optimizer: optax.GradientTransformation, params: PyTree = None) 
                 return
         if missing:
             raise TypeError(
-                f"fddp.train_step: the optimizer's update asks for {missing}, which a step does "
+                f"fddp.train_step: the optimizer's update needs {missing}, which a step does "
                 "not have: it passes the mean gradients of a batch and, as value, their mean "
                 "loss, but no function of the loss. Use an optimizer without it, such as "
                 "optax.lbfgs(0.1, linesearch=None), or write the step yourself, with "

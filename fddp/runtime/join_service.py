@@ -154,13 +154,13 @@ def _end_together(rank: int, size: int, journal: Journal) -> None:
         except jax.errors.JaxRuntimeError:  # the service went down with rank 0
             return []
 
-    def tell(message: str, topic: str = "failed") -> None:
+    def publish(message: str, topic: str = "failed") -> None:
         with suppress(jax.errors.JaxRuntimeError):
             client.key_value_set(f"fddp/{topic}/{rank}", message, allow_overwrite=True)
 
     def abort() -> None:
         own = [message for message in messages("failed") if message.startswith(f"rank {rank}:")]
-        tell("".join(own[:1]), "gone")
+        publish("".join(own[:1]), "gone")
         os._exit(1)
 
     def all_failed(seconds: float) -> bool:
@@ -169,7 +169,7 @@ def _end_together(rank: int, size: int, journal: Journal) -> None:
     def cause() -> str | None:
         return next(filter(None, messages("gone")), None)
 
-    end_together(rank, size, journal, all_failed, abort, tell, cause)
+    end_together(rank, size, journal, all_failed, abort, publish, cause)
 
 
 ### JAX's coordination service

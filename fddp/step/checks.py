@@ -112,7 +112,7 @@ def check_params(replica: Replica, first: Any, params: PyTree) -> None:
         return
     lines = [set(described("", tree)) for tree in (forms, first)]
     raise ValueError(
-        "these parameters are not those of the model that this step was made for: they have "
+        "these parameters are not those of the model of this step: they have "
         f"{shortened(sorted(lines[0] - lines[1])) or 'nothing else'}, and lack "
         f"{shortened(sorted(lines[1] - lines[0])) or 'nothing'}. Create a separate step for each "
         "model, shape and dtype."

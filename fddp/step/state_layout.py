@@ -89,7 +89,7 @@ def check_layout(replica: Replica, state: TrainState) -> TrainState:
     kinds = _kinds(state)
     if not replica.strategy.in_shards and any(shard for shard, *_ in kinds):
         raise ValueError(
-            "the state is in shards, and this step was made without shard=: give it 'optimizer' or "
+            "the state is in shards, and this step has no shard=: give it 'optimizer' or "
             "'state', or give the step fddp.whole(state)."
         )
     if replica.strategy.in_shards and kinds != _kinds(form_in_shards(replica, gradient_state)):

@@ -147,7 +147,7 @@ def test_what_asks_for_more_than_a_step_has_is_refused_where_the_step_is_made(gr
     ):
         with pytest.raises(
             TypeError,
-            match=rf"the optimizer's update asks for {REFUSED[name]}.* which a step does not have",
+            match=rf"the optimizer's update needs {REFUSED[name]}.* which a step does not have",
         ):
             fddp.train_step(loss_fn, optimizer, group=group(1))
 

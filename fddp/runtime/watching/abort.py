@@ -32,19 +32,19 @@ def end_together(
     journal: Journal,
     all_failed: Callable[[float], bool],
     abort: Callable[[], None],
-    tell: Callable[[str], object] = lambda message: None,
+    publish: Callable[[str], object] = lambda message: None,
     cause: Callable[[], str | None] = lambda: None,
 ) -> None:
     """Replaces `sys.excepthook`: an uncaught exception on one rank ends the script on all ranks."""
     # `all_failed(seconds)` is True if every rank fails in this time. `abort` ends this process at
-    # once, and thereby the other ranks. `tell` publishes this rank's message; `cause` returns that
-    # of the rank that took the world down, None without one.
+    # once, and thereby the other ranks. `publish` shows them this rank's message; `cause` returns
+    # the message of the rank that ended the job, None without one.
     grace_s = read_grace(os.environ)
     name = f"fddp: rank {rank} of {size}"
 
     def end(message: str, report: str, short_report: str) -> None:
         """Prints a short report if another rank prints the failure of all ranks."""
-        tell(f"rank {rank}: {message}")
+        publish(f"rank {rank}: {message}")
         together = all_failed(grace_s)
         if together and rank:
             report = short_report
