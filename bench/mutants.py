@@ -60,14 +60,8 @@ NEAREST: dict[str, tuple[str, ...]] = {
         *on_ranks("one_program", "two_levels", "round_robin", "train_step"),
         *("tests/training", "tests/step/test_mesh_group.py", "tests/comm/test_two_levels.py"),
     ),
-    "data": (
-        *on_ranks("join", "evaluation"),
-        *("tests/training", "tests/step/test_buffers.py"),
-    ),
-    "hooks": (
-        *on_ranks("hooks"),
-        *("tests/sharding/test_shard.py", "tests/step/test_cases.py"),
-    ),
+    "data": (*on_ranks("join", "evaluation"), "tests/training", "tests/step/test_buffers.py"),
+    "hooks": (*on_ranks("hooks"), "tests/sharding/test_shard.py", "tests/step/test_cases.py"),
     "jax_internals": (
         *("tests/test_jax_internals.py", "tests/test_hlo.py", "tests/jaxpr"),
         "tests/step/schedules",
