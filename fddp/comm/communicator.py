@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32, Shaped, UInt32
 
@@ -77,11 +78,19 @@ def mpi_communicator(comm: Any) -> Communicator:
 
     return rank_communicator(
         comm.size,
-        lambda: jnp.int32(comm.rank),
+        lambda: unknown(comm.rank),
         lambda x: mpi4jax.allreduce(x, op=MPI.SUM, comm=comm),
         partial(mpi4jax.alltoall, comm=comm),
         partial(mpi4jax.allgather, comm=comm),
     )
+
+
+def unknown(rank: int) -> Int32[Array, ""]:
+    """Hides a rank from XLA, and from the text of a jaxpr: all ranks compile one program.
+
+    Of a constant XLA would make other code on each rank, which rounds an equal update differently.
+    """
+    return jax.lax.optimization_barrier(np.full(1, rank, np.int32)).reshape(())
 
 
 def rank_communicator(
@@ -95,8 +104,7 @@ def rank_communicator(
     exchange = exact_bits(all_to_all)
     communicator = Communicator(
         size=size,
-        # XLA would compile other code for each constant, which rounds an equal update differently.
-        replica_index=lambda: jax.lax.optimization_barrier(replica_index()),
+        replica_index=replica_index,
         all_reduce=lambda x: all_reduce(mpi_word(x)).astype(x.dtype),
         all_to_all=exchange,
         all_gather=exact_bits(all_gather),

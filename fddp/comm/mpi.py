@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt8
 
-from fddp.comm.communicator import mpi_communicator
+from fddp.comm.communicator import mpi_communicator, unknown
 from fddp.comm.donation import Donation
 from fddp.comm.group import Group
 from fddp.comm.lane_thread import library
@@ -48,8 +47,8 @@ def mpi_group(comm: Any) -> Group:
     # programs (mpi4jax), of a loss, of the hosts, of each lane, and the user's.
     in_lanes = None
     if library() and comm.size > 1 and jax.default_backend() == "cpu":
-        index = lambda: jnp.int32(comm.rank)  # noqa: E731
         placement = rank_placement(comm.size)
+        index = partial(unknown, comm.rank)
         in_lanes = lanes(placement, comm.rank, index, lambda: mpi_send(comm.Clone()))
     communicator = mpi_communicator(comm.Clone())
     hosts = mpi_hosts(comm.Clone())
