@@ -164,7 +164,7 @@ def test_what_asks_for_more_than_a_step_has_is_refused_where_the_step_is_made(gr
 )
 def test_so_is_every_other_that_asks_for_a_function(group, optimizer, argument):
     with pytest.raises(
-        TypeError, match=rf"asks for {argument}, which a step does not have.*linesearch=None"
+        TypeError, match=rf"needs {argument}, which a step does not have.*linesearch=None"
     ):
         fddp.train_step(loss_fn, optimizer, group=group(1))
 
@@ -173,7 +173,7 @@ def test_what_only_the_parameters_show_is_refused_by_init(group):
     labels = {"layer": "search", "bias": "rest"}  # for other names than those made up
     optimizer = optax.partition({"search": optax.lbfgs(), "rest": optax.sgd(0.1)}, labels)
     step = fddp.train_step(lambda p, x: loss_fn(p["layer"], x), optimizer, group=group(1))
-    with pytest.raises(TypeError, match="asks for value_fn, which a step does not have"):
+    with pytest.raises(TypeError, match="needs value_fn, which a step does not have"):
         step.init({"layer": PARAMS, "bias": np.ones(2, np.float32)})
 
 

@@ -459,7 +459,7 @@ def test_a_state_that_is_not_in_the_steps_shards_is_refused(group: Groups, shard
     ):
         with pytest.raises(ValueError, match=r"not in shards of \d replicas"):
             with_step(wrong, x)
-    with pytest.raises(ValueError, match="made without shard="):
+    with pytest.raises(ValueError, match="this step has no shard="):
         fddp.train_step(loss_fn, optax.adam(0.1), group=group(3))(state, x)
     step(state, x)
 

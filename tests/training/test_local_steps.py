@@ -338,7 +338,7 @@ def test_an_optimizer_or_a_state_that_does_not_fit_is_refused_in_words(group: Gr
         nested: Any = fddp.local_steps(optax.sgd(0.1))
         step = fddp.train_step(layer, fddp.dynamic_scale(nested), group=group(2))
         step(step.init(FLOAT32), ROWS_32[0])
-    with pytest.raises(TypeError, match="asks for value_fn"):
+    with pytest.raises(TypeError, match="needs value_fn"):
         make(outer=optax.lbfgs(0.1))
     plain = fddp.train_step(layer, optax.adam(0.1), group=group(2))
     with pytest.raises(ValueError, match="belongs to another optimizer"):
