@@ -115,6 +115,7 @@ def test_the_source_archive_builds_the_wheel_that_the_checkout_builds(built, tmp
 
 @pytest.mark.steps
 @built_with_uv
+@pytest.mark.quick("https://example.org/us/fddp")
 @pytest.mark.parametrize("repository", ["", "https://example.org/us/fddp"])
 def test_an_index_page_links_to_the_versions_files_if_there_is_a_repository(
     built, tmp_path, repository
