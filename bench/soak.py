@@ -1,10 +1,9 @@
-"""Does a step run for ever: no hang, no leak of memory, no thread left behind?
+"""Does a step run on, without hangs, leaks of memory or threads that stay?
 
     python bench/soak.py [--steps 2000] [--quick]
 
-Four processes over MPI, then four over Gloo, train a tiny network, so that
-every step starts and ends its communication thread. Memory (RSS) and threads are read ten times on
-the way; the first tenth warms up.
+Four processes over MPI, then four over Gloo, train a tiny network. Memory (RSS) and threads are
+read ten times on the way; the first tenth warms up.
 """
 
 import argparse

@@ -78,14 +78,14 @@ def mpi_communicator(comm: Any) -> Communicator:
 
     return rank_communicator(
         comm.size,
-        lambda: unknown(comm.rank),
+        lambda: opaque_rank(comm.rank),
         lambda x: mpi4jax.allreduce(x, op=MPI.SUM, comm=comm),
         partial(mpi4jax.alltoall, comm=comm),
         partial(mpi4jax.allgather, comm=comm),
     )
 
 
-def unknown(rank: int) -> Int32[Array, ""]:
+def opaque_rank(rank: int) -> Int32[Array, ""]:
     """Hides a rank from XLA, and from the text of a jaxpr: all ranks compile one program.
 
     Of a constant XLA would make other code on each rank, which rounds an equal update differently.

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import UInt8
 
-from fddp.comm.communicator import mpi_communicator, unknown
+from fddp.comm.communicator import mpi_communicator, opaque_rank
 from fddp.comm.donation import Donation
 from fddp.comm.group import Group
 from fddp.comm.lane_thread import library
@@ -48,7 +48,7 @@ def mpi_group(comm: Any) -> Group:
     in_lanes = None
     if library() and comm.size > 1 and jax.default_backend() == "cpu":
         placement = rank_placement(comm.size)
-        index = partial(unknown, comm.rank)
+        index = partial(opaque_rank, comm.rank)
         in_lanes = lanes(placement, comm.rank, index, lambda: mpi_send(comm.Clone()))
     communicator = mpi_communicator(comm.Clone())
     hosts = mpi_hosts(comm.Clone())
