@@ -64,19 +64,21 @@ def layers_are_summed_in_their_loop_if_all_ranks_have_the_same_program(group: fd
 
     for branches, rounds in ((False, 5), (True, 1)):
 
-        def summed(p: Any, x: Any, branches: bool = branches) -> jax.Array:
+        def summed(p: Any, x: Any, *, rng: Any, branches: bool = branches) -> jax.Array:
             x = x @ p["in"] if branches and group.rank else x @ p["in"] * 1.0 + 0.0 * x
+            x += 0.0 * jax.random.normal(rng, x.shape)  # keys of each rank
             return jnp.mean(
                 (jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, p["layers"])[0]) ** 2
             )
 
-        grads = jax.grad(summed)(params, rows)
+        key = jax.random.key(0)
+        grads = jax.grad(summed)(params, rows, rng=key)
         expected = jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
         for schedule in ("overlap", "after", "eager"):
             step = fddp.train_step(
                 summed, optax.sgd(0.1), group=group, bucket_cap_mb=0.001, schedule=schedule
             )
-            state, _ = step(step.init(params), rows[4 * group.rank :][:4])
+            state, _ = step(step.init(params, rng=key), rows[4 * group.rank :][:4])
             state = step.finish(state)
             assert max(bucket.rounds for bucket in step.plan.buckets) == rounds
             close(state.params, expected, rtol=1e-4, atol=1e-6)
