@@ -151,7 +151,7 @@ class _Plain:
             )
         mean = _mean(of_all)
         used = {name: sum(name in x.used for x in of_all) for name in drawn.trained}
-        used_by_any = {name for name in used if used[name]}
+        used_by_any = frozenset[str]().union(*(x.used for x in of_all))
         updated, skipped = self._updated(self.replicas[0], mean[0], used_by_any)
         buffers = [replica.buffers for replica in self.replicas]
         if not skipped:
@@ -290,7 +290,8 @@ class _Plain:
             replica_state = replica_state._replace(scale=scale, good=0 if grows else good)
         if not finite and (drawn.scale or drawn.options.get("skip_nonfinite")):
             return replica_state, True
-        if drawn.options.get("find_unused_parameters") and not used.intersection(drawn.trained):
+        finds = drawn.options.get("find_unused_parameters")
+        if finds and used and not used.intersection(drawn.trained):  # none of a batch without rows
             return replica_state, False
         params, opt_state = self.update[self.inner](
             grads, replica_state.opt_state, replica_state.params

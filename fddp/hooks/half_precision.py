@@ -125,8 +125,8 @@ def _all_reduce(
     rows = jax.lax.bitcast_convert_type(padded_rows(summand, comm.size), jnp.uint16)
     received = jax.lax.bitcast_convert_type(comm.all_to_all(rows), dtype)
     summand = add_rows(received.astype(jnp.float32)).astype(dtype)
-    words = comm.all_gather(jax.lax.bitcast_convert_type(summand, jnp.uint16)).reshape(-1)
-    total = jax.lax.bitcast_convert_type(words[: x.size], dtype).astype(x.dtype)
+    words = comm.all_gather(jax.lax.bitcast_convert_type(summand, jnp.uint16))
+    total = jax.lax.bitcast_convert_type(words, dtype).astype(x.dtype).reshape(-1)[: x.size]
     return by * total.reshape(x.shape)
 
 
