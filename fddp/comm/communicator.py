@@ -88,7 +88,7 @@ def mpi_communicator(comm: Any) -> Communicator:
 def opaque_rank(rank: int) -> Int32[Array, ""]:
     """Hides a rank from XLA, and from the text of a jaxpr: all ranks compile one program.
 
-    Of a constant XLA would make other code on each rank, which rounds an equal update differently.
+    XLA would compile other code for each constant, which rounds an equal update differently.
     """
     return jax.lax.optimization_barrier(np.full(1, rank, np.int32)).reshape(())
 

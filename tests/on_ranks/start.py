@@ -70,4 +70,4 @@ def a_program_finds_the_memory_that_its_last_call_has_freed(group: fddp.Group):
 
     for _ in range(40):  # small arrays between large ones find their places
         faults()
-    assert min(faults() for _ in range(5)) < 3072  # a busy machine may take pages back meanwhile
+    assert max(faults() for _ in range(5)) < 3072
