@@ -96,8 +96,6 @@ def measure(count: int) -> None:
         nonlocal arguments
         *arguments, _ = plain(*arguments, batch)
 
-    group.barrier()
-    found["jit_first_step_s"], found["jit_ms"], jit_thread_ms = timed(jit_step, lambda: arguments)
     step = fddp.train_step(loss_fn, optimizer, group=group)
     start = time.perf_counter()
     state = jax.block_until_ready(step.init(params))
@@ -107,8 +105,16 @@ def measure(count: int) -> None:
         nonlocal state
         state, _ = step(state, batch)
 
-    found["first_step_s"], found["step_ms"], thread_ms = timed(fddp_step, lambda: state)
-    found["python_ms"] = thread_ms - jit_thread_ms
+    group.barrier()
+    ways = {"jit": (jit_step, lambda: arguments), "fddp": (fddp_step, lambda: state)}
+    timed = {way: [one_step(*ways[way]) for _ in range(STEPS)] for way in ways}
+    for _ in range(STEPS):  # in turn: the memory of later arrays is slower
+        for way in ways:
+            timed[way].append(one_step(*ways[way]))
+    jit, own = (np.median(times[STEPS:], 0) for times in timed.values())
+    found["jit_first_step_s"], found["first_step_s"] = timed["jit"][0][0], timed["fddp"][0][0]
+    found["jit_ms"], found["step_ms"] = 1e3 * jit[0], 1e3 * own[0]
+    found["python_ms"] = 1e3 * (own[1] - jit[1])
     with tempfile.TemporaryDirectory() as folder:
         folder = group.broadcast_object(folder)
         with redirect_stdout(sys.stderr), fddp.Checkpoints(folder, step) as checkpoints:
@@ -122,18 +128,13 @@ def measure(count: int) -> None:
     group.print(json.dumps({name: round(x, 4) for name, x in found.items()}))
 
 
-def timed(step: Callable[[], None], result: Callable[[], Any]) -> tuple[float, float, float]:
-    """Seconds of the first step beyond a later one; milliseconds of a step, and of the calling
-    thread in it."""
-    seconds, thread_s = list[float](), list[float]()
-    for _ in range(STEPS):
-        start, thread_start = time.perf_counter(), time.thread_time()
-        step()
-        thread_s.append(time.thread_time() - thread_start)
-        jax.block_until_ready(result())
-        seconds.append(time.perf_counter() - start)
-    settled = float(np.median(seconds[STEPS // 2 :]))
-    return seconds[0] - settled, 1e3 * settled, 1e3 * float(np.median(thread_s[STEPS // 2 :]))
+def one_step(step: Callable[[], None], result: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of a step, and of the calling thread until the call returns."""
+    start, thread_start = time.perf_counter(), time.thread_time()
+    step()
+    thread_s = time.thread_time() - thread_start
+    jax.block_until_ready(result())
+    return time.perf_counter() - start, thread_s
 
 
 if __name__ == "__main__":

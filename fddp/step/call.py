@@ -86,7 +86,7 @@ def synchronize(settled: Settled, state: TrainState, inputs: StepInputs) -> Any:
             raise
         # The report of a step; its state is donated to the next one.
         group.journal.launched(result[1])
-    group.placement.donation.record((result, shards, memory))
+    group.placement.donation.record((result[0], shards, memory))
     return with_local_parts(settled, state, result, shards, memory)
 
 
