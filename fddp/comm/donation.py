@@ -15,9 +15,9 @@ class Donation:
     """The check of the arrays that a program takes as its own memory.
 
     Each step checks each leaf of its state, so it must be fast. Results of the last program have
-    memory of their own. They are recognized by their ids: weak references take a seventh of a step
-    of 800 small leaves. A freed result's id is another array's later, perhaps one that shares its
-    memory with a third; XLA then raises an error, as it refuses to donate memory twice.
+    memory of their own. They are recognized by their ids: weak references would take a seventh of
+    the step of 800 small leaves. Another array may have the id of a freed result. If it shares
+    memory with a further array of the state, XLA refuses to donate that memory twice.
     """
 
     def __init__(self, sharding: Sharding | None) -> None:
