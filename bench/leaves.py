@@ -107,11 +107,11 @@ def measure(count: int) -> None:
 
     group.barrier()
     ways = {"jit": (jit_step, lambda: arguments), "fddp": (fddp_step, lambda: state)}
-    timed = {way: [one_step(*ways[way]) for _ in range(STEPS)] for way in ways}
+    timed: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for _ in range(STEPS):  # in turn: the memory of later arrays is slower
         for way in ways:
             timed[way].append(one_step(*ways[way]))
-    jit, own = (np.median(times[STEPS:], 0) for times in timed.values())
+    jit, own = (np.median(times[STEPS // 2 :], 0) for times in timed.values())
     found["jit_first_step_s"], found["first_step_s"] = timed["jit"][0][0], timed["fddp"][0][0]
     found["jit_ms"], found["step_ms"] = 1e3 * jit[0], 1e3 * own[0]
     found["python_ms"] = 1e3 * (own[1] - jit[1])

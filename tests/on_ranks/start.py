@@ -74,4 +74,4 @@ def a_program_finds_the_memory_that_its_last_call_has_freed(group: fddp.Group):
 
     for _ in range(40):  # small arrays between large ones find their places
         faults()
-    assert np.median([faults() for _ in range(9)]) < 3072
+    assert sorted(faults() for _ in range(9))[-2] < 3072
