@@ -38,6 +38,11 @@ def exit_code(pid: int) -> int | None:
     return -status.si_status
 
 
+def is_stopped(pid: int) -> bool:
+    """True for a running child that a signal or a debugger has stopped."""
+    return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def describe_end(code: int) -> str:
     """Describes an exit code, which is negative after a signal."""
     if code < 0:

@@ -20,6 +20,7 @@ from fddp.runtime.children import (
     drain,
     exit_code,
     exit_status,
+    is_stopped,
     kill_groups,
     print_line,
     shown,
@@ -75,6 +76,7 @@ class _Ranks:
         self.readers = list[threading.Thread]()
         self._restarts = 0
         self._silenced = set[int]()  # processes that `_end_lost` has ended
+        self._stopped_at = dict[int, float]()  # when a signal has stopped a process
         self._quick_failures = dict.fromkeys(range(job.ranks), 0)
 
     def watch(self, signals: list[int]) -> int:
@@ -102,6 +104,7 @@ class _Ranks:
                     self._fail(rank, process.pid, status, again=not (finished or signals))
             if finished:
                 self._due.clear()
+                self._end_stopped(now)
             self._end_lost()
             if not self.running and (finished or code):  # the state has ended with the last rank
                 return 0 if finished else exit_status(code)
@@ -131,6 +134,12 @@ class _Ranks:
                 print_line(f"rank {rank} is silent or stuck: it is ended.")
                 self._silenced.add(process.pid)
                 kill_groups([process.pid])
+
+    def _end_stopped(self, now: float) -> None:
+        """Ends stopped processes once a rank has finished: others may have left before a report."""
+        pids = [process.pid for process in self.running.values() if is_stopped(process.pid)]
+        self._stopped_at = {pid: self._stopped_at.get(pid, now) for pid in pids}
+        kill_groups(pid for pid, at in self._stopped_at.items() if now > at + END_S)
 
     def _has_state(self) -> bool:
         """False if all members have ended; those on other hosts are not known here."""

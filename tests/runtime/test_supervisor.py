@@ -355,6 +355,15 @@ def test_a_rank_of_an_elastic_job_that_fails_at_once_starts_three_times(
     assert "soon after 3 starts, and is not started again" in err and "restart 3" not in err
 
 
+def test_a_rank_of_an_elastic_job_that_is_stopped_while_it_exits_is_ended(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("fddp.runtime.replacing.END_S", 0.5)
+    script = "import os; os.environ['FDDP_RANK'] == '0' or os.kill(os.getpid(), 19)"  # SIGSTOP
+    assert supervise_ranks(Job([*PYTHON, script], 2, restarts=9)) == 0
+    assert "rank 1 ended by SIGKILL." in capfd.readouterr().err
+
+
 def test_an_elastic_job_ends_when_no_rank_with_the_state_is_left(
     capfd: pytest.CaptureFixture[str],
 ):

@@ -14,7 +14,7 @@ import optax
 import fddp
 
 STALL_S = 2.0
-
+C = ctypes.CDLL(None)
 
 HOW: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -22,6 +22,8 @@ HOW: dict[str, Callable[[], object]] = {
     "term": lambda: os.kill(os.getpid(), signal.SIGTERM),  # and no code calls fddp.preempted
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hold": lambda: ctypes.PyDLL(None).sleep(1000),  # a call that keeps Python's interpreter
+    # By the C library after Python's end, when the other ranks need this one no more.
+    "stop_at_exit": lambda: C.__cxa_atexit(C["raise"], ctypes.c_void_p(signal.SIGSTOP), None),
     "preempt": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "raise": lambda: [][0],
 }
@@ -49,7 +51,9 @@ def main(how: str) -> None:
         bucket_cap_mb=0,
     )
     state = step.init({"a": np.ones((4, 4), np.float32), "b": np.ones((4, 1), np.float32)})
-    last_steps = {"early": 200, "late": 20}
+    last_steps = {"early": 200, "late": 20, "stop_at_exit": 20}
+    if broken and how == "stop_at_exit":
+        HOW[how]()
     for number in range(last_steps.get(how, 100_000)):
         if broken and number == 20:
             if how.startswith("early"):

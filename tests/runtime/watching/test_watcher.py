@@ -360,6 +360,20 @@ def test_ranks_that_have_finished_wait_for_a_lost_rank_no_longer_than_in_a_step(
         assert verdict is not None and not verdict.end
 
 
+@pytest.mark.parametrize("gone", [None, NOW - 1e4])
+@pytest.mark.parametrize("doing", ["finished", "left by sys.exit(3)", "failed"])
+def test_a_rank_that_is_stopped_while_it_exits_is_ended_after_two_stalls(
+    doing: str, gone: float | None
+):
+    other = rank(0, doing="finished", done=True, gone=gone)
+    report = rank(1, doing=doing, done=True, stopped=True)
+    assert conclude(other, report | {"lifeless": 19.0}) is None
+    words = f"rank 1 {doing} after 52 steps, and its process is stopped"
+    assert conclude(other, report | {"lifeless": 21.0}) == Verdict(words, True)
+    # An exit handler of native code may take any time.
+    assert conclude(other, report | {"lifeless": 1e4, "stopped": False}) is None
+
+
 def test_who_has_finished_waits_from_then_on_for_a_rank_long_unheard():
     report_after = lambda still: rank(3, doing="finished", done=True, still=still)  # noqa: E731
     verdict_after = lambda still: judge_alone(report_after(still), NOW - 1e4, NOW, 10.0)  # noqa: E731
@@ -460,8 +474,9 @@ def broken(folder: Path, backend: str, size: int, how: str) -> tuple[str, list[s
     """The outputs of all ranks of a failed job, and their lines with the reason."""
     env: Any = {"FDDP_FLIGHT_DIR": str(folder / "flight")}
     outcome = launch(backend, size, "faults.py", how, folder=folder, **env)
-    assert outcome.ended and outcome.codes[0] != 0
-    assert 0 not in outcome.codes or how in ("early", "early_alone", "exit"), (
+    at_exit = how == "stop_at_exit"
+    assert outcome.ended and outcome.codes[-at_exit] != 0
+    assert 0 not in outcome.codes or at_exit or how in ("early", "early_alone", "exit"), (
         "the rank ends as if all were well"
     )
     # Watchers outlive their ranks; the last word is that of rank 0's.
@@ -549,6 +564,13 @@ def test_a_rank_that_is_stuck_is_named_and_ended(
         )
     )
     assert "Traceback" not in text
+
+
+@on_ranks("backend, size", (MPI,))
+def test_a_rank_that_is_stopped_while_it_exits_is_ended(backend: str, size: int, tmp_path: Path):
+    _, lines = broken(tmp_path, backend, size, "stop_at_exit")
+    why = f"rank {size - 1} finished after 20 steps, and its process is stopped."
+    assert f"rank {size - 1} of {size}: {why}" in lines
 
 
 @on_ranks("backend, size", (MPI,), slow=[(GLOO,)])

@@ -60,7 +60,7 @@ def judge(reports: Mapping[int, Report], time_s: float, stall_s: float | None) -
         waiter = f"rank {finished[0]['rank']} has finished and waits for it"
         return Verdict(f"{words}, and {waiter}", True)
     fault = stalled(active, stall_s) or missing(active, finished, stall_s)
-    return fault or abandoned(active, finished, stall_s)
+    return fault or abandoned(active, finished, stall_s) or stopped_at_exit(every, stall_s)
 
 
 def report_death(dead: Sequence[Report], failed: Sequence[Report], time_s: float) -> Verdict | None:
@@ -185,6 +185,17 @@ def abandoned(
     words = f"rank {active[0]['rank']} waits for {waits[0]} of a smaller group, and the finished "
     words += f"ranks ({ranks}) send nothing: give each rank of the group equally many batches"
     return Verdict(words, True)
+
+
+def stopped_at_exit(reports: Sequence[Report], stall_s: float | None) -> Verdict | None:
+    """Reports a rank that is stopped after the end of its script, because its job never ends."""
+    for report in reports:
+        exits = report["done"] and not report["gone"] and report["stopped"]
+        if exits and report["lifeless"] > 2 * longest(reports, stall_s):
+            steps = report["steps"] + report["before"]
+            words = f"rank {report['rank']} {report['doing']} after {steps} steps"
+            return Verdict(f"{words}, and its process is stopped", True)
+    return None
 
 
 def longest(reports: Sequence[Report], stall_s: float | None) -> float:
