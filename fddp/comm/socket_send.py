@@ -7,9 +7,9 @@ another is added. Each element is added in order of ranks, so that all ranks hav
 
 import select
 import socket
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -40,7 +40,9 @@ class SocketSend:
         self._ranks = range(len(connections) + 1)
         self._levels = levels
         names = names or self._ranks
-        self._peers = {k: _Peer(x, names[k]) for k, x in sorted(connections.items())}
+        self._peers = {k: _Peer(x, names[k]) for k, x in connections.items()}
+        self._outgoing = deque[tuple[_Peer, memoryview]]()
+        self._incoming = deque[tuple[_Peer, memoryview]]()
         self._rooms = [np.empty(BLOCK_BYTES, np.uint8) for _ in range(2)]
         for connection in connections.values():
             connection.setblocking(False)
@@ -113,61 +115,66 @@ class SocketSend:
             add(*arriving)
 
     def _swap(self, ranks: Sequence[int], sent: Arrays, received: Arrays) -> None:
-        """Begins to send an array to each of some ranks, and to receive one from each."""
-        for k, rank in enumerate(ranks):
-            if rank != self._rank:
-                self._peers[rank].swap(sent[k], received[k])
+        """Begins to send an array to each of some ranks, and to receive one from each.
 
-    def _wait(self, left: int) -> None:
-        """Moves bytes until each peer has at most so many arrays to send, and to receive."""
-        while any(max(len(x.outgoing), len(x.incoming)) > left for x in self._peers.values()):
-            if sum(x.move() for x in self._peers.values()):
+        In each round a rank sends to one rank and receives from another one. A switch would drop
+        packets if many hosts sent to one at once. Small arrays travel in all rounds at once.
+        """
+        me = ranks.index(self._rank)
+        small = sum(x.nbytes for x in sent) <= SMALL_BYTES
+        for distance in range(1, len(ranks)):
+            to, source = (me + distance) % len(ranks), me - distance
+            self._outgoing.append((self._peers[ranks[to]], sent[to].view(np.uint8).data))
+            self._incoming.append(
+                (self._peers[ranks[source]], received[source].view(np.uint8).data)
+            )
+            if not small:
+                self._wait(1)
+
+    def _wait(self, rounds: int) -> None:
+        """Moves bytes until at most so many rounds are unfinished."""
+        while max(len(self._outgoing), len(self._incoming)) > rounds:
+            sent = _move(self._outgoing, socket.socket.send)
+            if _move(self._incoming, socket.socket.recv_into) or sent:
                 continue
             poll = select.poll()
-            for peer in self._peers.values():
-                wanted = select.POLLOUT if peer.outgoing else 0
-                if wanted := wanted | (select.POLLIN if peer.incoming else 0):
-                    poll.register(peer.connection, wanted)
+            events = defaultdict[socket.socket, int](int)
+            for queue, event in ((self._outgoing, select.POLLOUT), (self._incoming, select.POLLIN)):
+                if queue:
+                    events[queue[0][0].connection] |= event
+            for connection, event in events.items():
+                poll.register(connection, event)
             poll.poll()
 
 
-class _Peer:
-    """The arrays under way to another rank, and from it."""
+class _Peer(NamedTuple):
+    """Another rank."""
 
-    def __init__(self, connection: socket.socket, name: int) -> None:
-        self.connection = connection
-        self._name = name
-        self.outgoing = deque[memoryview]()
-        self.incoming = deque[memoryview]()
-
-    def swap(self, sent: np.ndarray, received: np.ndarray) -> None:
-        self.outgoing.append(sent.view(np.uint8).data)
-        self.incoming.append(received.view(np.uint8).data)
-
-    def move(self) -> bool:
-        """Moves the bytes that can move at once; returns False if there are none."""
-        try:
-            sent = _move(self.outgoing, self.connection.send)
-            return _move(self.incoming, self.connection.recv_into) or sent
-        except OSError as error:
-            raise ConnectionError(
-                f"rank {self._name} has closed its connection over Gloo: it has ended, or has left "
-                "the group"
-            ) from error
+    connection: socket.socket
+    name: int
+    """Its number in the job."""
 
 
-def _move(arrays: deque[memoryview], step: Callable[[memoryview], int]) -> bool:
+def _move(
+    arrays: deque[tuple[_Peer, memoryview]], step: Callable[[socket.socket, memoryview], int]
+) -> bool:
+    """Moves the bytes that can move at once, array by array; returns False if there are none."""
     moved = False
     while arrays:
-        if arrays[0].nbytes:
-            try:
-                count = step(arrays[0])
-            except BlockingIOError:
-                return moved
-            if not count:
+        peer, array = arrays[0]
+        try:
+            count = step(peer.connection, array) if array.nbytes else 0
+            if array.nbytes and not count:
                 raise ConnectionResetError
-            arrays[0] = arrays[0][count:]
-        if not arrays[0].nbytes:
+        except BlockingIOError:
+            return moved
+        except OSError as error:
+            raise ConnectionError(
+                f"rank {peer.name} has closed its connection over Gloo: it has ended, or has left "
+                "the group"
+            ) from error
+        arrays[0] = peer, array[count:]
+        if count == array.nbytes:
             arrays.popleft()
         moved = True
     return moved

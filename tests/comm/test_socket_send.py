@@ -110,6 +110,30 @@ def test_a_sum_in_two_levels_adds_the_sums_of_hosts():
             assert result.tobytes() == expected.tobytes()
 
 
+def test_large_arrays_go_to_at_most_two_ranks_at_once():
+    """What many hosts send to one at once overflows its switch, which drops packets."""
+    connections = pairs(4)
+    array = np.ones((4, SMALL_BYTES), np.uint8)
+    run = threading.Thread(target=SocketSend(0, connections[0]), args=("exchange", array))
+    row = bytes(SMALL_BYTES)
+    with ExitStack() as opened:
+        for connection in [x for peers in connections[1:] for x in peers.values()]:
+            opened.enter_context(connection)
+        one, two, three = (connections[rank][0] for rank in (1, 2, 3))
+        run.start()
+        for other in (one, two):
+            assert len(other.recv(SMALL_BYTES, socket.MSG_WAITALL)) == SMALL_BYTES
+        with pytest.raises(BlockingIOError):
+            three.recv(1, socket.MSG_DONTWAIT)
+        three.sendall(row)  # ends the first round, in which rank 0 hears from rank 3
+        assert len(three.recv(SMALL_BYTES, socket.MSG_WAITALL)) == SMALL_BYTES
+        two.sendall(row)
+        one.sendall(row)
+        run.join(60)
+    assert not run.is_alive()
+    np.testing.assert_array_equal(array[1:], 0)
+
+
 def test_infinite_sums_are_no_errors():
     with np.errstate(all="raise"):
         largest = np.array([np.finfo(np.float32).max, np.inf, 1], np.float32)
