@@ -16,6 +16,7 @@ import numpy as np
 from fddp.program import Kind
 
 BLOCK_BYTES = 1 << 19  # of all ranks: what is added lies in a cache
+PIECE_BYTES = 1 << 15  # for one rank, while another one sends elsewhere
 SMALL_BYTES = 1 << 16  # a small array is sent whole, in one round in place of two
 
 Arrays: TypeAlias = Sequence[np.ndarray] | np.ndarray
@@ -117,19 +118,24 @@ class SocketSend:
     def _swap(self, ranks: Sequence[int], sent: Arrays, received: Arrays) -> None:
         """Begins to send an array to each of some ranks, and to receive one from each.
 
-        In each round a rank sends to one rank and receives from another one. A switch would drop
-        packets if many hosts sent to one at once. Small arrays travel in all rounds at once.
+        In each round a rank sends a piece to one rank and receives a piece from another one. A
+        switch would drop packets if many hosts sent to one at once. Small arrays travel in all
+        rounds at once, and between two ranks each array is one piece.
         """
         me = ranks.index(self._rank)
         small = sum(x.nbytes for x in sent) <= SMALL_BYTES
-        for distance in range(1, len(ranks)):
-            to, source = (me + distance) % len(ranks), me - distance
-            self._outgoing.append((self._peers[ranks[to]], sent[to].view(np.uint8).data))
-            self._incoming.append(
-                (self._peers[ranks[source]], received[source].view(np.uint8).data)
-            )
-            if not small:
-                self._wait(1)
+        bytes_of = lambda arrays: [x.view(np.uint8).reshape(-1) for x in arrays]  # noqa: E731
+        outgoing, incoming = bytes_of(sent), bytes_of(received)
+        longest = max(map(len, (*outgoing, *incoming)))
+        step = PIECE_BYTES if len(ranks) > 2 else max(longest, 1)
+        for begin in range(0, longest, step):
+            piece = slice(begin, begin + step)
+            for distance in range(1, len(ranks)):
+                to, source = (me + distance) % len(ranks), me - distance
+                self._outgoing.append((self._peers[ranks[to]], outgoing[to][piece].data))
+                self._incoming.append((self._peers[ranks[source]], incoming[source][piece].data))
+                if not small:
+                    self._wait(1)
 
     def _wait(self, rounds: int) -> None:
         """Moves bytes until at most so many rounds are unfinished."""

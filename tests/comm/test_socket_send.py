@@ -1,5 +1,6 @@
 """A lane's messages over TCP arrive, and are added in order of ranks."""
 
+import select
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import pytest
 from fddp.comm import Hosts, Journal
 from fddp.comm.program_lane import ProgramLane
 from fddp.comm.rank_connections import connect_ranks
-from fddp.comm.socket_send import BLOCK_BYTES, SMALL_BYTES, SocketSend
+from fddp.comm.socket_send import BLOCK_BYTES, PIECE_BYTES, SMALL_BYTES, SocketSend
 from fddp.program import Kind, exchange
 
 DTYPES = [
@@ -113,22 +114,20 @@ def test_a_sum_in_two_levels_adds_the_sums_of_hosts():
 def test_large_arrays_go_to_at_most_two_ranks_at_once():
     """What many hosts send to one at once overflows its switch, which drops packets."""
     connections = pairs(4)
-    array = np.ones((4, SMALL_BYTES), np.uint8)
-    run = threading.Thread(target=SocketSend(0, connections[0]), args=("exchange", array))
-    row = bytes(SMALL_BYTES)
+    array = np.ones((4, PIECE_BYTES), np.uint8)
+    send = SocketSend(0, connections[0])
+    run = threading.Thread(target=send, args=("exchange", array), daemon=True)
+    hears = lambda other, seconds: bool(select.select([other], [], [], seconds)[0])  # noqa: E731
     with ExitStack() as opened:
         for connection in [x for peers in connections[1:] for x in peers.values()]:
             opened.enter_context(connection)
         one, two, three = (connections[rank][0] for rank in (1, 2, 3))
         run.start()
-        for other in (one, two):
-            assert len(other.recv(SMALL_BYTES, socket.MSG_WAITALL)) == SMALL_BYTES
-        with pytest.raises(BlockingIOError):
-            three.recv(1, socket.MSG_DONTWAIT)
-        three.sendall(row)  # ends the first round, in which rank 0 hears from rank 3
-        assert len(three.recv(SMALL_BYTES, socket.MSG_WAITALL)) == SMALL_BYTES
-        two.sendall(row)
-        one.sendall(row)
+        assert hears(one, 60) and hears(two, 60) and not hears(three, 0)
+        three.sendall(bytes(PIECE_BYTES))  # ends the first round: rank 0 hears from rank 3 in it
+        assert hears(three, 60)
+        two.sendall(bytes(PIECE_BYTES))
+        one.sendall(bytes(PIECE_BYTES))
         run.join(60)
     assert not run.is_alive()
     np.testing.assert_array_equal(array[1:], 0)
