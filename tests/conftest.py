@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
-from processes import COMPILATION_CACHE, UNOPTIMIZED
+from processes import COMPILATION_CACHE, PATIENT_MPI, UNOPTIMIZED
 from tiers import leave_to_slow
 
 import fddp
@@ -31,7 +31,7 @@ collect_ignore = [
 # Before any test uses a device: JAX's backends start once and keep their settings.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-os.environ |= UNOPTIMIZED  # also for the processes of a test
+os.environ |= UNOPTIMIZED | PATIENT_MPI  # also for the processes of a test
 jax.config.update("jax_disable_most_optimizations", True)
 
 # Tracing makes many objects and few cycles: with Python's own thresholds the collector takes 7 % of

@@ -47,6 +47,11 @@ UNOPTIMIZED = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {OLD_KERNELS}".strip(),
 }
+# A rank of MPICH that waits takes a whole core, also from the ranks that it waits for.
+PATIENT_MPI = {
+    "MPICH_CH4_PROGRESS_THROTTLE": "1",
+    "MPICH_CH4_PROGRESS_THROTTLE_NO_PROGRESS_COUNT": "256",
+}
 # XLA's Gloo says so to stdout whenever it connects, and nothing silences it. The threads of two
 # devices say it at once, word by word: a line is a greeting if it consists of such words only.
 GREETING = re.compile(
@@ -227,7 +232,10 @@ def _environment() -> dict[str, str]:
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = f"{TESTS.parent}{os.pathsep}{TESTS}"
     return (
-        inherited | UNOPTIMIZED | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "FDDP_GRACE_S": "1"}
+        inherited
+        | UNOPTIMIZED
+        | PATIENT_MPI
+        | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "FDDP_GRACE_S": "1"}
     )
 
 

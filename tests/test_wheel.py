@@ -85,7 +85,6 @@ def test_the_page_says_which_jax_and_python_are_supported():
 
 
 @pytest.mark.steps
-@pytest.mark.steps
 @built_with_uv
 def test_the_wheel_holds_the_packages_files_and_nothing_else(built):
     listed = subprocess.run(
@@ -115,29 +114,35 @@ def test_the_source_archive_builds_the_wheel_that_the_checkout_builds(built, tmp
 
 @pytest.mark.steps
 @built_with_uv
-@pytest.mark.quick("https://example.org/us/fddp")
+@pytest.mark.quick("")
 @pytest.mark.parametrize("repository", ["", "https://example.org/us/fddp"])
 def test_an_index_page_links_to_the_versions_files_if_there_is_a_repository(
     built, tmp_path, repository
 ):
-    with tarfile.open(only(built, "*.tar.gz")) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (source,) = tmp_path.iterdir()
-    settings = (source / "pyproject.toml").read_text()
-    changed, count = re.subn(
-        r'^repository = ".*"$', f'repository = "{repository}"', settings, flags=re.MULTILINE
-    )
-    assert count == 1
-    (source / "pyproject.toml").write_text(changed)
-    (source / "PKG-INFO").unlink()  # it holds the page that the source archive was built with
-    run(UV, "build", "--quiet", "--wheel", "--out-dir", tmp_path, source, cwd=tmp_path)
-    page = index_page(only(tmp_path, "*.whl"))
+    page = index_page(with_repository(repository, built, tmp_path))
     links = [
         f"{repository}/blob/v{PROJECT['version']}/{file}"
         for file in re.findall(r"\]\(([^)]*)\)", (ROOT / "README.md").read_text())
     ]
     assert "Quickstart" in page and len(links) > 8
     assert re.findall(r"\]\(([^)]*)\)", page) == (links if repository else [])
+
+
+def with_repository(repository: str, built: Path, folder: Path) -> Path:
+    """The wheel of a source archive whose settings name the repository."""
+    with tarfile.open(only(built, "*.tar.gz")) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    setting = re.compile(r'^repository = ".*"$', re.MULTILINE)
+    settings = (source / "pyproject.toml").read_text()
+    changed, count = setting.subn(f'repository = "{repository}"', settings)
+    assert count == 1
+    if changed == settings:
+        return only(built, "*.whl")
+    (source / "pyproject.toml").write_text(changed)
+    (source / "PKG-INFO").unlink()  # it holds the page that the source archive was built with
+    run(UV, "build", "--quiet", "--wheel", "--out-dir", folder, source, cwd=folder)
+    return only(folder, "*.whl")
 
 
 def index_page(wheel: Path) -> str:
