@@ -42,9 +42,12 @@ class CustomBuildHook(BuildHookInterface):
 
         # Without assertions and symbols the library does not name the folders of its build.
         options = "-O2", "-std=c++17", "-fPIC", "-shared", "-w", "-DNDEBUG", "-s"
-        files = "-I", jax.ffi.include_dir(), "fddp/comm/lane.cc", "-o", "fddp/comm/liblane.so"
+        library = Path(self.root) / "fddp" / "comm" / "liblane.so"
+        new = library.with_suffix(f".{os.getpid()}")
+        files = "-I", jax.ffi.include_dir(), "fddp/comm/lane.cc", "-o", new
         built = subprocess.run([compiler, *options, *files], cwd=self.root, check=False)
         if built.returncode == 0:
+            new.replace(library)  # in one move: a process may use or load the old one
             build_data["artifacts"].append("fddp/comm/liblane.so")
             build_data["pure_python"] = False
             machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
