@@ -124,9 +124,9 @@ class SocketSend:
         """
         me = ranks.index(self._rank)
         small = sum(x.nbytes for x in sent) <= SMALL_BYTES
-        bytes_of = lambda arrays: [x.view(np.uint8).reshape(-1) for x in arrays]  # noqa: E731
-        outgoing, incoming = bytes_of(sent), bytes_of(received)
-        longest = max(map(len, (*outgoing, *incoming)))
+        outgoing = [x.view(np.uint8) for x in sent]
+        incoming = [x.view(np.uint8) for x in received]
+        longest = max(map(len, outgoing + incoming))
         step = PIECE_BYTES if len(ranks) > 2 else max(longest, 1)
         for begin in range(0, longest, step):
             piece = slice(begin, begin + step)
